@@ -1,0 +1,385 @@
+"""A `StepCost` without the hardware: exact bytes from the model's own code on fake tensors, time from the roofline.
+
+Bytes are additive over layers, so a trace of the first layer, one of each kind between, and the last is stretched to
+full depth; `exact=True` traces every layer instead, and the tests show that both agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gctutor import tracing, workload as workloads
+from gctutor.devices import Device, find_device
+from gctutor.policies import Mechanism, Policy, PolicyError, Request, concrete as named, parse
+from gctutor.results import StepCost, provenance, source_hash, version_of
+from gctutor.roofline import LINK, VIEW, Stream, Work, compute_seconds, kernel_seconds
+from gctutor.tracing import BACKWARD, BY_SITE, CATEGORIES, FORWARD, MOVING, OPTIMIZER, Kernel, Segment, StepTrace
+from gctutor.workload import Workload
+
+METER = "fake tensors"
+Prepare = Callable[[Any, dict[str, Any]], None]
+
+
+def estimate(
+    workload: Workload,
+    policy: str | Policy = "none",
+    device: str | Device = "H100",
+    *,
+    exact: bool = False,
+    cache: bool = True,
+) -> StepCost:
+    """What a step of `workload` under `policy` costs on `device`: bytes exact, time from the roofline.
+
+    A policy that cannot work is a row with `status="refused"` and the reason. Raises `UserError` for an unknown
+    policy, device or model. `exact` traces every layer; `cache=False` neither reads nor writes the disk cache.
+    """
+    device = find_device(device) if isinstance(device, str) else device
+    parsed = parse(policy) if isinstance(policy, str) else policy
+    if isinstance(parsed, Request):
+        from gctutor.planner import resolve
+
+        concrete = resolve(parsed, workload, device)
+    else:
+        concrete = parsed
+    row = StepCost(workload, str(parsed), device.name, "estimated", METER, resolved=str(concrete))
+    try:
+        step = trace(workload, concrete, kind=device.kind, exact=exact, cache=cache)
+    except PolicyError as error:
+        return dataclasses.replace(row, status="refused", error=str(error), provenance=_origin(device))
+    run = simulate(step, concrete, device)
+    origin = _origin(device, busy_share=run.busy_s / run.step_s, attention_kernels=step.attention_kernels)
+    return dataclasses.replace(row, **_costs(step, run, device), provenance=origin)
+
+
+def _origin(device: Device, **more: Any) -> dict[str, Any]:
+    return provenance(time="roofline", profile=device.profile, launch_s=device.launch_s, **more)
+
+
+def _costs(step: StepTrace, run: Timeline, device: Device) -> dict[str, Any]:
+    fits = step.peak_bytes <= device.usable_bytes
+    return {
+        "status": "ok" if fits else "oom",
+        "error": None if fits else too_big(step.peak_bytes, device),
+        "static_bytes": step.static_bytes,
+        "activation_bytes": step.activation_bytes,
+        "peak_bytes": step.peak_bytes,
+        "host_bytes": step.host_bytes,
+        "forward_s": run.forward_s,
+        "backward_s": run.step_s - run.forward_s,
+        "step_s": run.step_s,
+        "flop": step.flop(),
+        "recompute_flop": step.flop(tracing.RECOMPUTE),
+        "model_flop": step.flop(FORWARD, BACKWARD, OPTIMIZER),
+        "breakdown": step.breakdown(),
+    }
+
+
+def too_big(peak: int, device: Device) -> str:
+    return f"The step's peak is {peak / 1e9:.1f} GB; {device.name} has {device.usable_bytes / 1e9:.1f} GB."
+
+
+# --- tracing ---
+
+
+def trace(
+    workload: Workload,
+    policy: str | Policy,
+    *,
+    kind: str = "cuda",
+    exact: bool = False,
+    cache: bool = True,
+    prepare: Prepare | None = None,
+    prepared: str = "",
+) -> StepTrace:
+    """The traced step of `workload` under a concrete `policy` on a device of `kind` (`cuda`, `rocm`, `cpu`).
+
+    `prepare(model, batch)` changes the fake model before it is traced, and `prepared` names the change for the cache.
+    Raises `PolicyError` when the policy cannot work here or had no effect.
+    """
+    policy = named(policy) if isinstance(policy, str) else policy
+    policy.refuse(workload, kind)
+    kinds = policy.layers(workload.n_layers)
+    shape, representatives = (kinds, range(len(kinds))) if exact else shorten(kinds)
+    setting = Setting(kind, prepare, prepared)
+    short = traced(workload.replace(layers=len(shape)), policy, tuple(shape), setting, cache)
+    return short.stretched(representatives)
+
+
+def shorten(kinds: Sequence[Mechanism]) -> tuple[tuple[Mechanism, ...], list[int]]:
+    """A short row of layers that behaves like `kinds`, and for each layer of the long one its place in the short.
+
+    The first and the last layer stand for themselves, and one layer between for each kind: a layer's bytes depend on
+    its own kind, and at either end on the embedding and the loss.
+    """
+    if len(kinds) <= 3:
+        return tuple(kinds), list(range(len(kinds)))
+    middles = list(dict.fromkeys(kinds[1:-1]))
+    short = (kinds[0], *middles, kinds[-1])
+    places = [0, *(1 + middles.index(kind) for kind in kinds[1:-1]), len(short) - 1]
+    return short, places
+
+
+class Setting(NamedTuple):
+    """Where a step is traced: the kind of device, and what is done to the model before (with a name for the cache)."""
+
+    kind: str
+    prepare: Prepare | None = None
+    prepared: str = ""
+
+
+def traced(
+    workload: Workload, policy: Policy, kinds: tuple[Mechanism, ...], setting: Setting, cache: bool
+) -> StepTrace:
+    """Trace the model of `workload` with these mechanisms, one a layer; from the disk cache when it is there."""
+    path = cache_folder() / f"{_fingerprint(workload, kinds, setting)}.json.gz" if cache else None
+    if path is not None and (stored := _load(path)) is not None:
+        return stored
+    step = _trace_now(workload, policy, kinds, setting)
+    if path is not None:
+        _store(step, path)
+    return step
+
+
+def _trace_now(workload: Workload, policy: Policy, kinds: tuple[Mechanism, ...], setting: Setting) -> StepTrace:
+    from gctutor.fake import fake_model, fake_tensors
+
+    with workloads.quiet_transformers(), fake_tensors(setting.kind) as mode:
+        model = fake_model(workload, mode)
+        batch = workloads.inputs(workload)
+        if setting.prepare is not None:
+            setting.prepare(model, batch)
+        optimizer = _prepared_optimizer(workload, model)
+        with policy.applied(model, kinds) as state:
+            step = tracing.trace_step(
+                model,
+                batch,
+                autocast=lambda: workload.autocast("cpu"),
+                optimizer=optimizer,
+                answer=workload.mask == "none",
+                meter=METER,
+                hits=lambda: {str(m): dict(c) for m, c in state.hits.items()},
+                around=functools.partial(_launches_noted, setting.kind)
+                if workload.liger_parts
+                else contextlib.nullcontext,
+            )
+            state.verify(step.recomputed_layers)
+        if workload.optimizer == "adamw8bit":
+            extra, layer = (eight_bit_state_bytes(part) for part in (model, workloads.decoder_layers(model)[0]))
+            static, one_layer = step.static_bytes + extra, step.layer_static_bytes + layer
+            step = dataclasses.replace(step, static_bytes=static, layer_static_bytes=one_layer)
+    return step
+
+
+def eight_bit_state_bytes(module: Any) -> int:
+    """Bytes of bitsandbytes' 8-bit AdamW state, by formula: its kernels need a GPU and cannot be traced.
+
+    Two bytes a parameter and two fp32 scales a block of 256; tensors under 4096 elements keep fp32 state
+    (T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, and the library's defaults).
+    """
+    sizes = [p.numel() for p in module.parameters() if p.requires_grad]
+    return sum(8 * n if n < 4096 else 2 * n + 8 * -(-n // 256) for n in sizes)
+
+
+def _launches_noted(kind: str, tracer: tracing.Tracer) -> contextlib.AbstractContextManager:
+    from gctutor import liger
+
+    def note(name: str, tensors: Sequence[Any]) -> None:
+        tracer.record_launch(name, tensors, liger.PASSES.get(name, 1))
+
+    return liger.launches(note, as_cuda=kind != "cpu")
+
+
+def _prepared_optimizer(workload: Workload, model: Any) -> Any:
+    """The optimizer with its state made by one step on empty gradients; none for 8-bit AdamW (see below)."""
+    if workload.optimizer == "adamw8bit":
+        return None
+    import torch
+
+    optimizer = workloads.make_optimizer(workload, model)
+    if optimizer is not None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.empty_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return optimizer
+
+
+# --- the disk cache ---
+
+
+def cache_folder() -> Path:
+    """Where traces are kept: `$GCTUTOR_CACHE`, else `gctutor` in the user's cache folder."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gctutor"
+    return Path(os.environ.get("GCTUTOR_CACHE", default))
+
+
+@functools.cache
+def _code() -> str:
+    versions = [version_of(name) for name in ("torch", "transformers", "liger-kernel", "peft")]
+    return json.dumps([*versions, source_hash()])
+
+
+def _fingerprint(workload: Workload, kinds: Sequence[Mechanism], setting: Setting) -> str:
+    config = workload.config().to_json_string() if workload.model not in workloads.SIZES else ""
+    where = [setting.kind, setting.prepared]
+    text = json.dumps([workload.to_dict(), [str(k) for k in kinds], where, config, _code()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _store(step: StepTrace, path: Path) -> None:
+    data = dataclasses.asdict(step)
+    for name in BY_SITE:
+        data[name] = [[layer, site, size] for (layer, site), size in data[name].items()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_bytes(gzip.compress(json.dumps(data).encode(), mtime=0))
+    part.replace(path)
+
+
+def _load(path: Path) -> StepTrace | None:
+    """The stored trace, or None when there is none or it is unreadable (it is then traced again)."""
+    try:
+        data = json.loads(gzip.decompress(path.read_bytes()))
+        segments = tuple(
+            Segment(s["layer"], s["phase"], tuple(_kernel(k) for k in s["kernels"])) for s in data.pop("segments")
+        )
+        for name in BY_SITE:
+            data[name] = {(layer, site): size for layer, site, size in data[name]}
+        return StepTrace(segments=segments, **data)
+    except (OSError, EOFError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _kernel(data: dict[str, Any]) -> Kernel:
+    of = tuple((layer, tuple(part)) for layer, part in data["freed_of"])
+    return Kernel(
+        **{
+            **data,
+            "work": Work(*data["work"]),
+            "born": tuple(data["born"]),
+            "freed": tuple(data["freed"]),
+            "freed_of": of,
+        }
+    )
+
+
+# --- time ---
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of one phase in one place of the model, in seconds from the start of the step."""
+
+    phase: str
+    layer: int | None
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live bytes by category at each operator of a step, and what ran when.
+
+    `seconds` and each array of `live` have one entry an operator; `peak_index` points at the highest total and
+    `peak_owner` names the call site that ran there. `busy_s` is kernel time, without gaps.
+    """
+
+    seconds: np.ndarray
+    live: dict[str, np.ndarray]
+    spans: tuple[Span, ...]
+    peak_index: int
+    peak_owner: str
+    label: str
+    forward_s: float
+    step_s: float
+    busy_s: float
+
+
+def simulate(step: StepTrace, policy: Policy, device: Device, label: str = "") -> Timeline:
+    """Run the kernels of a trace on `device` by the roofline, in order, on one stream.
+
+    The host launches one kernel every `device.launch_s` seconds, plus what the policy's mechanism costs in Python; a
+    kernel starts when it is launched and the stream is free.
+    """
+    kinds = policy.layers(step.n_layers)
+    stream = Stream(device)
+    times: list[float] = []
+    rows: list[list[int]] = []
+    level = [step.static_bytes, 0, 0, 0, 0]
+    spans: list[Span] = []
+    owners: list[str] = []
+    forward_s = 0.0
+    for segment in step.segments:
+        host = kinds[segment.layer].host_s_per_op if isinstance(segment.layer, int) else 0.0
+        for kernel in segment.kernels:
+            if kernel.work.kind != VIEW:
+                extra = host if kernel.phase != BACKWARD else 0.0
+                start, end = stream.launch(seconds_of(kernel, device), extra)
+                _extend(spans, kernel.phase, segment.layer, start, end)
+            for index, size in enumerate(kernel.born):
+                level[index + 1] += size
+            times.append(stream.now)
+            rows.append(list(level))
+            owners.append(f"{kernel.site or 'loss'} ({kernel.phase})")
+            for index, size in enumerate(kernel.freed):
+                level[index + 1] -= size
+        if segment.phase == FORWARD:
+            forward_s = stream.now
+    live = np.array(rows)
+    peak = int(live.sum(axis=1).argmax())
+    return Timeline(
+        seconds=np.array(times),
+        live={name: live[:, column] for column, name in enumerate(CATEGORIES)},
+        spans=tuple(spans),
+        peak_index=peak,
+        peak_owner=owners[peak],
+        label=label,
+        forward_s=forward_s,
+        step_s=stream.now,
+        busy_s=stream.busy_s,
+    )
+
+
+def seconds_of(kernel: Kernel, device: Device) -> float:
+    """Roofline time of a traced kernel; attention's backward has an efficiency of its own."""
+    if kernel.phase == BACKWARD and kernel.work.kind == "attention":
+        return max(
+            compute_seconds(kernel.work, device, backward=True), kernel_seconds(kernel.work._replace(flop=0), device)
+        )
+    return kernel_seconds(kernel.work, device)
+
+
+def _extend(spans: list[Span], phase: str, layer: int | str, start: float, end: float) -> None:
+    where = layer if isinstance(layer, int) else None
+    if spans and (spans[-1].phase, spans[-1].layer) == (phase, where):
+        spans[-1] = dataclasses.replace(spans[-1], end_s=end)
+    else:
+        spans.append(Span(phase, where, start, end))
+
+
+def timeline(workload: Workload, policy: str, device: str | Device = "H100") -> Timeline:
+    """The estimated memory timeline of a step, for `plot_memory_timeline` and `plot_gantt`."""
+    device = find_device(device) if isinstance(device, str) else device
+    concrete = parse(policy)
+    if isinstance(concrete, Request):
+        from gctutor.planner import resolve
+
+        concrete = resolve(concrete, workload, device)
+    step = trace(workload, concrete, kind=device.kind)
+    return simulate(step, concrete, device, f"{workload.label}, {policy}, estimated for {device.name}")
+
+
+__all__ = ["LINK", "MOVING", "Span", "Timeline", "cache_folder", "estimate", "shorten", "simulate", "timeline", "trace"]
