@@ -15,7 +15,7 @@ READY := .venv/ready
 STOP = { echo "make: $$why" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help notebooks test lab check refresh clean
+.PHONY: help notebooks test lab check refresh slides site bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.* ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -38,6 +38,15 @@ check: $(READY) ## Lint, format, types and the quick tests: about two minutes
 
 refresh: $(READY) ## Execute the stale notebooks again, clean them and stamp them
 	@$(BIN)/gctutor notebooks refresh $(ONLY)
+
+slides: $(READY) ## Every figure at slide size, and a deck of them, in build/slides
+	@$(BIN)/gctutor slides $(ONLY)
+
+site: $(READY) ## The executed series as static pages in build/site
+	@$(BIN)/gctutor site
+
+bench: $(READY) ## Time the package and the mechanisms side by side: about two minutes
+	@$(BIN)/python bench/speed.py
 
 clean: ## Remove what was built and the virtual environment
 	@rm -rf build .venv
