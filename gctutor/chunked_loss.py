@@ -28,7 +28,9 @@ def patch(model: Any, tokens: int | None = None) -> None:
     plain = type(model).forward
 
     @functools.wraps(plain)
-    def forward(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self: Any, input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
         if labels is None:
             return plain(self, input_ids=input_ids, **kwargs)
         from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -36,7 +38,10 @@ def patch(model: Any, tokens: int | None = None) -> None:
         hidden = self.model(input_ids=input_ids, **kwargs).last_hidden_state
         targets = functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
         rows = hidden.reshape(-1, hidden.shape[-1])
-        loss = functional.linear_cross_entropy(rows, self.lm_head.weight, targets, options=options)
-        return CausalLMOutputWithPast(loss=loss)
+        reduction = "mean" if num_items_in_batch is None else "sum"  # Trainer gives it when it accumulates gradients
+        loss = functional.linear_cross_entropy(
+            rows, self.lm_head.weight, targets, reduction=reduction, options=options
+        )
+        return CausalLMOutputWithPast(loss=loss if num_items_in_batch is None else loss / num_items_in_batch)
 
     model.forward = types.MethodType(forward, model)

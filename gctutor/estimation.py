@@ -142,19 +142,30 @@ class Setting(NamedTuple):
 def traced(
     workload: Workload, policy: Policy, kinds: tuple[Mechanism, ...], setting: Setting, cache: bool
 ) -> StepTrace:
-    """Trace the model of `workload` with these mechanisms, one a layer; from the disk cache when it is there."""
-    path = cache_folder() / f"{_fingerprint(workload, kinds, setting)}.json.gz" if cache else None
-    if path is not None and (stored := _load(path)) is not None:
-        return stored
-    step = _trace_now(workload, policy, kinds, setting)
-    if path is not None:
-        _store(step, path)
-    return step
+    """Trace the model of `workload` with these mechanisms, one a layer; from the cache when it is there."""
+    if not cache:
+        return _trace_now(workload, policy, kinds, setting)
+    return _remembered(workload, policy, kinds, setting, cache_folder())
+
+
+@functools.lru_cache(maxsize=256)
+def _remembered(
+    workload: Workload, policy: Policy, kinds: tuple[Mechanism, ...], setting: Setting, folder: Path
+) -> StepTrace:
+    """The trace from this process's memory, else from `folder`, else made now and stored there."""
+    path = folder / f"{_fingerprint(workload, kinds, setting)}.json.gz"
+    stored = _load(path)
+    if stored is None:
+        stored = _trace_now(workload, policy, kinds, setting)
+        _store(stored, path)
+    return stored
 
 
 def _trace_now(workload: Workload, policy: Policy, kinds: tuple[Mechanism, ...], setting: Setting) -> StepTrace:
     from gctutor.fake import fake_model, fake_tensors
 
+    if workload.attention.startswith("flash"):  # those kernels take each document's length, never a mask tensor
+        workload = workload.replace(mask="none")
     with workloads.quiet_transformers(), fake_tensors(setting.kind) as mode:
         model = fake_model(workload, mode)
         batch = workloads.inputs(workload)

@@ -13,6 +13,7 @@ import inspect
 import logging
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -43,6 +44,8 @@ def patch(model: Any, parts: Sequence[str]) -> None:
         _patch_rope(model, module)
     if own["cross_entropy"]:
         model.loss_function = _liger_loss
+    if chosen["fused_linear_cross_entropy"]:
+        model.forward = _without_cache_warning(model.forward)
 
 
 def _apply_function(model_type: str) -> Callable:
@@ -70,6 +73,32 @@ def _patch_rope(model: Any, module: types.ModuleType) -> None:
         )
         rotated.__kwdefaults__ = plain.__kwdefaults__
         attention.forward = types.MethodType(rotated, attention)
+
+
+def _without_cache_warning(forward: Callable) -> Callable:
+    """Liger's forward passes `past_key_values` on, a name that Hugging Face has deprecated."""
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def overwritten(layer: Any) -> tuple[str, ...]:
+    """The modules of a decoder layer whose outputs Liger's RoPE overwrites in place; none without it.
+
+    No replay can start from such an output: it would be rotated twice, and no version counter tells. Where a model has
+    q and k norms (Qwen3), they stand between the projections and the rotation; Llama and Qwen2 have none.
+    """
+    for attention in layer.modules():
+        names = getattr(inspect.unwrap(attention.forward), "__globals__", {})
+        rotation = getattr(names.get("apply_rotary_pos_emb"), "__module__", "")
+        if hasattr(attention, "q_proj") and rotation.startswith("liger_kernel"):
+            return ("q_norm", "k_norm") if hasattr(attention, "q_norm") else ("q_proj", "k_proj")
+    return ()
 
 
 def _liger_loss(logits: Any, labels: Any, vocab_size: int, **options: Any) -> Any:
@@ -118,11 +147,21 @@ def _loss_as_on_cuda() -> Iterator[None]:
         yield
 
 
+# Liger's questions about the device, and what they are for fake `cpu` tensors that stand for `cuda` ones.
+AS_ON_CUDA = {
+    '.device.type == "cuda"': '.device.type == "cpu"',
+    '.device.type != "cuda"': '.device.type != "cpu"',
+    "torch.is_autocast_enabled()": 'torch.is_autocast_enabled("cpu")',
+    'torch.get_autocast_dtype("cuda")': 'torch.get_autocast_dtype("cpu")',
+}
+
+
 @functools.cache
 def _on_cuda(module: types.ModuleType) -> types.ModuleType:
-    """Liger's module with its questions about the device answered for fake `cpu` tensors that stand for `cuda` ones."""
-    source = inspect.getsource(module).replace('.device.type == "cuda"', '.device.type == "cpu"')
-    source = source.replace('.device.type != "cuda"', '.device.type != "cpu"')
+    """A copy of Liger's `module` that takes fake `cpu` tensors for `cuda` ones."""
+    source = inspect.getsource(module)
+    for question, answered in AS_ON_CUDA.items():
+        source = source.replace(question, answered)
     copy = types.ModuleType(module.__name__ + "_on_cuda")
     exec(compile(source, f"<{copy.__name__}>", "exec"), vars(copy))
     return copy

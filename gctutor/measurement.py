@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity
 
 from gctutor import tracing, workload as workloads
 from gctutor.errors import UserError
@@ -200,13 +201,22 @@ class Bench:
         return found if self.device == "cpu" else {**found, **self._allocator_bytes()}
 
     def _bytes_of_untraceable(self) -> dict[str, Any]:
+        self._step()  # compiles
         static = tracing.storage_bytes(tracing.static_tensors(self.model, self.optimizer))
         if self.device == "cuda":
-            self._step()  # compiles
             return {"static_bytes": static, **self._allocator_bytes()}
-        from gctutor.policies.compiled import profiled_activation_bytes
+        return {"static_bytes": static, "activation_bytes": self._profiled_bytes(), "meter": "profiler"}
 
-        return {"static_bytes": static, "activation_bytes": profiled_activation_bytes(self.model, self.batch)}
+    def _profiled_bytes(self) -> int:
+        """Bytes that a forward on the CPU leaves allocated, by the profiler's record of the allocator."""
+        self._release()
+        recording = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with recording as profile, self.workload.autocast(self.device):
+            loss = self.model(**self.batch).loss
+        events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+        kept = sum(event.nbytes() for event in events if event.name() == "[memory]")
+        del loss
+        return kept
 
     def _allocator_bytes(self) -> dict[str, int]:
         """Bytes by the CUDA caching allocator: allocated at the end of forward and at most, and reserved."""

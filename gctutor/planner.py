@@ -9,6 +9,8 @@ them first.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +38,7 @@ class Site:
 
     @property
     def seconds_per_gb(self) -> float:
-        return self.seconds / self.bytes * 1e9
+        return self.seconds / self.bytes * 1e9 if self.bytes else math.inf
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,11 @@ def _spell(kinds: Sequence[str]) -> str:
 # --- costs ---
 
 
+@functools.lru_cache(maxsize=64)
 def layer_costs(workload: Workload, device: Device) -> LayerCosts:
-    """Bytes and seconds of a middle layer under `none`, `block` and `modules:all`, by three traces and the roofline."""
-    none, block, modules = (trace(workload, name, kind=device.kind) for name in ("none", "block", "modules:all"))
+    """Bytes and seconds of a middle layer by three traces (`none`, `block`, every site kept) and the roofline."""
+    names = ("none", "block", f"modules:{','.join(SITES)}")
+    none, block, modules = (trace(workload, name, kind=device.kind) for name in names)
     layer = min(1, workload.n_layers - 1)
     replay = [k for k in _segment(block, layer, BACKWARD).kernels if k.phase == RECOMPUTE]
     kept = {site: size for (where, site), size in modules.kept.items() if where == layer}
@@ -179,8 +183,8 @@ def greedy(costs: LayerCosts, budget_bytes: float) -> Choice | None:
     if room < 0:
         return None
     counts = dict.fromkeys((s.name for s in costs.sites), 0)
-    for site in sorted(costs.sites, key=lambda s: -s.seconds_per_gb):
-        counts[site.name] = min(costs.n_layers, int(room // site.bytes)) if site.bytes else 0
+    for site in sorted((s for s in costs.sites if s.seconds), key=lambda s: -s.seconds_per_gb):
+        counts[site.name] = min(costs.n_layers, int(room // site.bytes)) if site.bytes else costs.n_layers
         room -= counts[site.name] * site.bytes
     return Choice(costs, 0, tuple(counts.values()))
 
@@ -213,16 +217,29 @@ def _none_bytes(workload: Workload, device: Device) -> int:
 
 
 def _within_budget(workload: Workload, device: Device, budget: float, asked: str) -> Choice:
-    """The optimum whose *traced* bytes keep the budget. Raises `UserError` when even `block` keeps more."""
+    """The optimum that keeps at most `budget` bytes. Raises `UserError` when even `block` keeps more."""
+    choice = _within_bytes(workload, device, budget)
+    if choice is None:
+        raise _too_little(workload, device, budget, asked)
+    return choice
+
+
+def _within_bytes(workload: Workload, device: Device, budget: float) -> Choice | None:
+    """The optimum whose *traced* bytes keep the budget, or None."""
     costs = layer_costs(workload, device)
-    allowed = float(budget)
+    # The sums take every layer for a middle one and may end a few KB above the trace: begin there, let the trace judge.
+    allowed = budget + max(0.0, costs.most_bytes - _none_bytes(workload, device))
     while (choice := best(costs, allowed)) is not None:
         excess = trace(workload, choice.policy, kind=device.kind).activation_bytes - budget
         if excess <= 0:
             return choice
         allowed -= excess
+    return None
+
+
+def _too_little(workload: Workload, device: Device, budget: float, asked: str) -> UserError:
     least = trace(workload, "block", kind=device.kind).activation_bytes
-    raise UserError(f"{asked} allows {budget / 1e9:.2f} GB, but block, which keeps least, keeps {least / 1e9:.2f} GB.")
+    return UserError(f"{asked} allows {budget / 1e9:.2f} GB, but block, which keeps least, keeps {least / 1e9:.2f} GB.")
 
 
 def by_intensity(workload: Workload, device: Device) -> Policy:
@@ -282,31 +299,27 @@ def plan(
 ) -> Plan:
     """The fastest policy for `workload` on `device`.
 
-    With `budget` (a share of `none`'s activation bytes) activations are limited; with `fits_in` (a device's name or
-    bytes; the default is `device` itself) the whole step's peak: weights, gradients, optimizer state, the optimizer's
-    own temporaries, and `reserve_bytes`. `kernels` are further kernels to try (`liger`, …); the fastest wins.
+    With `budget` (a share of `none`'s activation bytes with `workload`'s own kernels) activations are limited; with
+    `fits_in` (a device's name or bytes; the default is `device` itself) the whole step's peak: weights, gradients,
+    optimizer state, the optimizer's own temporaries, and `reserve_bytes`. `kernels` are further kernels to try
+    (`liger`, …) under the same limit; the fastest wins. Raises `UserError` for a budget that nothing meets.
     """
     device = find_device(device) if isinstance(device, str) else device
     options = [workload, *(workload.replace(kernels=k) for k in kernels if k != workload.kernels)]
-    tried = [_plan_one(option, device, budget, fits_in, reserve_bytes) for option in options]
+    limit = _usable(fits_in, device) - reserve_bytes if budget is None else budget * _none_bytes(workload, device)
+    tried = [_plan_one(option, device, limit, of_peak=budget is None) for option in options]
     fitting = [p for p in tried if p.cost is not None]
+    if budget is not None and not fitting:
+        raise _too_little(workload, device, limit, f"budget={budget:g}")
     winner = min(fitting, key=lambda p: p.cost.step_s) if fitting else tried[0]  # type: ignore[union-attr,arg-type,return-value]
     brought = tuple((p.workload.kernels, p.cost) for p in fitting if p.cost is not None)
     return dataclasses.replace(winner, brought=brought)
 
 
-def _plan_one(
-    workload: Workload, device: Device, budget: float | None, fits_in: str | float | None, reserve: int
-) -> Plan:
+def _plan_one(workload: Workload, device: Device, limit: float, *, of_peak: bool) -> Plan:
     none, block = estimate(workload, "none", device), estimate(workload, "block", device)
-    assert none.activation_bytes is not None
     costs = layer_costs(workload, device)
-    if budget is not None:
-        limit = budget * none.activation_bytes
-        choice: Choice | None = _within_budget(workload, device, limit, f"budget={budget:g}")
-    else:
-        limit = _usable(fits_in, device) - reserve
-        choice = _within_peak(workload, device, costs, limit)
+    choice = _within_peak(workload, device, costs, limit) if of_peak else _within_bytes(workload, device, limit)
     if choice is None:
         return Plan(workload, device, limit, None, none, block, advice=tuple(_advice(workload, device, limit, block)))
     cost = estimate(workload, choice.policy, device)

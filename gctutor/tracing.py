@@ -230,7 +230,7 @@ class Tracer(TorchDispatchMode):
         self._places: dict[str, tuple[int | None, str]] = {}
         self._stack: list[str] = []
         self._owner: dict[int, str] = {}
-        self._last = ""
+        self._last = self._replayed = ""
         self._alive: dict[int, tuple[Any, _Storage]] = {}
         self._static = {_key(t): _raw(t) for t in known}
         self._home = next(model.parameters()).device.type
@@ -255,6 +255,8 @@ class Tracer(TorchDispatchMode):
         name = self._names.get(id(module))
         if name is None:
             return
+        if self.returned and not self._stack:
+            self._replayed = name.rpartition(".")[0]
         self._stack.append(name)
         if name in self._layers and args and isinstance(args[0], torch.Tensor) and _key(args[0]) in self._alive:
             storage = self._alive[_key(args[0])][1]
@@ -276,11 +278,19 @@ class Tracer(TorchDispatchMode):
             self._owner.setdefault(_sequence_number() - 1, self._last)
             return FORWARD, self._last
         if self._stack or torch.is_grad_enabled():
-            path = self._stack[-1] if self._stack else self._owner.get(node._sequence_nr(), self._last)
+            path = self._stack[-1] if self._stack else self._in_replay(self._owner.get(node._sequence_nr(), self._last))
             self._owner.setdefault(_sequence_number() - 1, path)
             return RECOMPUTE, path
         self._last = self._owner.get(node._sequence_nr(), self._last)
         return BACKWARD, self._last
+
+    def _in_replay(self, cause: str) -> str:
+        """The module whose forward a checkpoint runs again, without its hooks: the parent of whatever it called last.
+
+        `cause` is the call site whose backward asked for the replay; it lies inside, or is that module itself.
+        """
+        inside = self._replayed and f"{cause}.".startswith(f"{self._replayed}.")
+        return self._replayed if inside else cause
 
     def _segment(self, phase: str, layer: int | None) -> int:
         half = phase if phase in (FORWARD, OPTIMIZER) else BACKWARD
@@ -359,7 +369,7 @@ class Tracer(TorchDispatchMode):
 
     def resized(self, raw: torch.UntypedStorage) -> None:
         """A storage has changed its size in place: FSDP2 frees and refills its unsharded weights in this way."""
-        if raw._cdata in self._static or raw.device.type != self._home:
+        if raw._cdata in self._static or raw.device.type not in (self._home, "meta"):
             return
         if raw._cdata in self._alive:
             record = self._alive[raw._cdata][1]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gctutor import liger
 from gctutor.errors import UserError
 from gctutor.workload import Workload, decoder_layers
 
@@ -168,6 +169,16 @@ def refuse_foreign_checkpointing(model: nn.Module) -> None:
     found = foreign_checkpointing(model)
     if found:
         raise PolicyError(f"The model is already checkpointed by {found}: switch that off first.")
+
+
+def refuse_overwritten(mechanism: Mechanism, layer: nn.Module, kept: Collection[str]) -> None:
+    """Raise `PolicyError` when modules whose output is `kept` are overwritten in place by a kernel behind them."""
+    lost = " and ".join(name for name in liger.overwritten(layer) if name in kept)
+    if lost:
+        raise PolicyError(
+            f"'{mechanism}' keeps the output of {lost}, which Liger's RoPE overwrites in place: gradients would go "
+            f"wrong without an error. Do not keep {lost}, or leave Liger's rope off."
+        )
 
 
 def foreign_checkpointing(model: nn.Module) -> str | None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gctutor.policies.attention import attention_through
 from gctutor.policies.block import checkpointed
-from gctutor.policies.core import Mechanism, PolicyError, attributes
+from gctutor.policies.core import Mechanism, PolicyError, attributes, refuse_overwritten
 from gctutor.policies.region import Region, Site, active_region, autocast_dtype, regions
 
 CORE_ATTN = "core_attn"
@@ -41,6 +41,7 @@ class Modules(Mechanism):
         context_fn = functools.partial(regions, self.sites, hits)
         with contextlib.ExitStack() as undo:
             for layer in layers:
+                refuse_overwritten(self, layer, self.sites)
                 for name, module in self._modules(layer):
                     undo.enter_context(attributes(module, forward=_through_region(name, module)))
             if CORE_ATTN in self.sites:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from gctutor.errors import unknown
 from gctutor.policies.block import checkpointed
-from gctutor.policies.core import Mechanism, PolicyError, attributes
+from gctutor.policies.core import Mechanism, PolicyError, attributes, refuse_overwritten
 
 CORE_ATTN = "core_attn"
 EVERY_SECOND_MM = "every2mm"
@@ -46,6 +46,8 @@ class Ops(Mechanism):
     kept: tuple[str, ...]
     excluded: tuple[str, ...] = ()
 
+    host_s_per_op = 1e-5  # assumed: Python in SAC's dispatch mode; `make bench` measures it on the machine at hand
+
     def __str__(self) -> str:
         return "ops:" + ",".join([*self.kept, *(f"-{name}" for name in self.excluded)])
 
@@ -56,6 +58,7 @@ class Ops(Mechanism):
         with contextlib.ExitStack() as undo:
             for layer in layers:
                 _warn_of_inplace(self, layer)
+                refuse_overwritten(self, layer, self._kept_products(layer))
                 for name, module in self._excluded_modules(layer):
                     undo.enter_context(attributes(module, forward=_excluding(name, module.forward)))
             region = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
@@ -64,6 +67,13 @@ class Ops(Mechanism):
 
     def unmatched(self, hits: Counter[str]) -> list[str]:
         return [name for name in (*self.kept, *(f"-{name}" for name in self.excluded)) if not hits[name]]
+
+    def _kept_products(self, layer: nn.Module) -> list[str]:
+        """The linear layers whose matrix product is kept."""
+        products = {"mm" if name == EVERY_SECOND_MM else name for name in self.kept}
+        linear = [(path.rpartition(".")[2], m) for path, m in layer.named_modules() if isinstance(m, nn.Linear)]
+        kept = [name for name, m in linear if ("mm" if m.bias is None else "addmm") in products]
+        return [name for name in kept if name not in self.excluded]
 
     def _excluded_modules(self, layer: nn.Module) -> list[tuple[str, nn.Module]]:
         named = [(path.rpartition(".")[2], module) for path, module in layer.named_modules() if path]

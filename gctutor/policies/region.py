@@ -139,6 +139,7 @@ class Recording(Region):
 
     def __exit__(self, *error: object) -> None:
         self.noting.__exit__(*error)
+        del self.noting, self.pack, self.unpack  # cycles, by which the layer's input would outlive backward
         super().__exit__(*error)
 
     def call(self, site: Site, function: Callable, args: Sequence, kwargs: dict) -> Any:
