@@ -39,9 +39,7 @@ def patch(model: Any, tokens: int | None = None) -> None:
         targets = functional.pad(labels, (0, 1), value=-100)[..., 1:].reshape(-1)
         rows = hidden.reshape(-1, hidden.shape[-1])
         reduction = "mean" if num_items_in_batch is None else "sum"  # Trainer gives it when it accumulates gradients
-        loss = functional.linear_cross_entropy(
-            rows, self.lm_head.weight, targets, reduction=reduction, options=options
-        )
+        loss = functional.linear_cross_entropy(rows, self.lm_head.weight, targets, reduction=reduction, options=options)
         return CausalLMOutputWithPast(loss=loss if num_items_in_batch is None else loss / num_items_in_batch)
 
     model.forward = types.MethodType(forward, model)

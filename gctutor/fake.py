@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional
 from torch.overrides import handle_torch_function, has_torch_function
 
-from gctutor.workload import Workload, build
+from gctutor.workload import Workload, build, causal_model
 
 
 def gpu_attention(
@@ -33,8 +33,8 @@ def gpu_attention(
     """
     tensors = (query, key, value)
     if has_torch_function(tensors):  # as torch's own function does, so that function modes see it
-        options = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
-        return handle_torch_function(gpu_attention, tensors, *tensors, **options, enable_gqa=enable_gqa)
+        options: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+        return handle_torch_function(gpu_attention, tensors, *tensors, enable_gqa=enable_gqa, **options)
     kind = query.device.type
     if torch.is_autocast_enabled(kind):  # torch's own function is on autocast's list
         query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
@@ -85,6 +85,6 @@ def fake_model(workload: Workload, mode: FakeTensorMode) -> Any:
         model = build(workload, "meta")
     with mode:
         model._apply(lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu"))
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    owner = causal_model(model)
     owner.tie_weights()
     return model

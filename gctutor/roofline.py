@@ -61,7 +61,7 @@ def work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Seq
     if "attention" in name or "flash_attn" in name:
         return Work(ATTENTION, _attention_work(func, args, kwargs), moved, args[0].dtype == torch.float32)
     if name.startswith("_linear_cross_entropy_batch_chunked"):
-        return _chunked_loss_work(*args[:2], rows=args[8])
+        return _chunked_loss_work(args[0], args[1], rows=args[8])
     if name in ("embedding", "index", "index_select", "gather"):
         moved = 2 * sum(map(bytes_of, outputs)) + sum(bytes_of(t) for t in tensors if t.dtype == torch.long)
     elif name in ("zero_", "fill_", "embedding_dense_backward", "copy_"):
@@ -85,7 +85,7 @@ def _chunked_loss_work(hidden: Any, weight: Any, rows: int) -> Work:
 
 def _attention_work(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     bound = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
-    query, key = bound.get("query", bound.get("q")), bound.get("key", bound.get("k"))
+    query, key = (next(bound[name] for name in names if name in bound) for names in (("query", "q"), ("key", "k")))
     backward = "backward" in func._schema.name
     causal = bool(bound.get("is_causal", bound.get("causal", False)))
     shapes = [tuple(query.shape), tuple(key.shape)]

@@ -188,7 +188,9 @@ def device_here() -> str:
     return answer.stdout.strip() or "unknown"
 
 
-def slides(names: Sequence[str] | None = None, out: Path | str = "build/slides", *, report: Report | None = None) -> Path:
+def slides(
+    names: Sequence[str] | None = None, out: Path | str = "build/slides", *, report: Report | None = None
+) -> Path:
     """Run the series with figures in the slide style, and make a deck of them; returns the deck's path.
 
     Raises `UserError` when a notebook fails, for then figures are missing.

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gctutor import workload
 from gctutor.roofline import ELEMENTWISE, LINK, VIEW, Work, bytes_of, flatten, work_of
 from gctutor.workload import decoder_layers
 
@@ -188,7 +189,7 @@ class StepTrace:
             return longer
 
         static = self.static_bytes + (n - self.n_layers) * self.layer_static_bytes
-        sizes = {name: everywhere(getattr(self, name)) for name in BY_SITE}
+        sizes: dict[str, Any] = {name: everywhere(getattr(self, name)) for name in BY_SITE}
         return dataclasses.replace(self, segments=tuple(segments), n_layers=n, static_bytes=static, **sizes)
 
 
@@ -456,7 +457,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 def _root_prefix(model: nn.Module) -> str:
     """The path that leads to the causal model itself (PEFT wraps it), removed from call sites."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = workload.causal_model(model)
     return next((name + "." for name, module in model.named_modules() if module is base and name), "")
 
 

@@ -330,6 +330,11 @@ def inputs(workload: Workload, device: str = "cpu", *, seed: int = 0) -> dict[st
     return batch
 
 
+def causal_model(model: Any) -> Any:
+    """The causal model itself, out of PEFT's wrapper where there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 def decoder_layers(model: Any) -> list[Any]:
     """The model's `GradientCheckpointingLayer`s in order. Raises `UserError` when it has none."""
     from transformers.modeling_layers import GradientCheckpointingLayer

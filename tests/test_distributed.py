@@ -86,8 +86,8 @@ def test_workers_that_hang_are_ended(tmp_path):
 
 @pytest.mark.skipif(not os.path.exists("/proc"), reason="looks processes up in /proc")
 def test_no_worker_outlives_a_parent_that_is_killed(tmp_path):
-    code = "import sys; sys.path.insert(0, 'tests'); from test_distributed import *; run_workers(hangs, folder=sys.argv[1])"
-    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
+    code = "import test_distributed as tests, sys; tests.run_workers(tests.hangs, folder=sys.argv[1])"
+    parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=os.path.dirname(__file__))
     end = time.monotonic() + 90
     while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
         time.sleep(0.1)
@@ -107,7 +107,8 @@ def reentrant_ddp(options):
     workload = gt.Workload("nano@1", seqlen=8, precision="fp32")
     model = workloads.build(workload)
     with gt.parse("block+reentrant").applied(model):
-        DDP(model, **options)(**workloads.inputs(workload)).loss.backward()
+        replica = DDP(model, **options)
+        replica(**workloads.inputs(workload)).loss.backward()
 
 
 def test_reentrant_under_ddp_marks_a_variable_twice():

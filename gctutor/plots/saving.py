@@ -19,7 +19,7 @@ from gctutor.plots.style import DPI, SIZE_IN
 def save_figure(
     fig: Figure, name: str, folder: Path | str | None = None, *, alt: str | None = None, caption: str | None = None
 ) -> tuple[Path, Path, Path]:
-    """Write `name.svg`, `name.png` (1920 × 1080) and `name.json` (title, subtitle, caption, alt text, title height) to `folder`.
+    """Write `name.svg`, `name.png` (1920 × 1080) and `name.json` (title, caption, alt text, …) to `folder`.
 
     `folder` is by default `figures` under `$GCTUTOR_OUT`, or under the repository's `build`. The same figure gives the
     same bytes again: no date, no random identifiers. Caption and alt text default to the title, which states the

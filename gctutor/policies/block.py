@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from gctutor.policies.core import Mechanism, PolicyError, attributes
-from gctutor.workload import Workload, decoder_layers
+from gctutor.workload import Workload, causal_model, decoder_layers
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def _input_hook_kept(model: Any, *, needed: bool, undo: contextlib.ExitStack) ->
     The switch installs it always and leaves it behind; on frozen embeddings it makes backward run through frozen
     layers for nothing (modelscope/ms-swift#10214).
     """
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    owner = causal_model(model)
     before = list(getattr(owner, "_require_grads_hooks", None) or [])
     yield
     added = [hook for hook in getattr(owner, "_require_grads_hooks", []) if hook not in before]
