@@ -24,7 +24,11 @@ def patch(model: Any, tokens: int | None = None) -> None:
         raise UserError(
             f"The chunked loss needs torch 2.13 or newer (linear_cross_entropy); this is {torch.__version__}."
         )
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=tokens or DEFAULT_TOKENS, chunking_method=None)
+    options = torch.nn.LinearCrossEntropyOptions(
+        batch_chunk_size=tokens or DEFAULT_TOKENS,
+        chunking_method=None,
+        acc_policy="compact",  # torch's own choice for CUDA, made for every device
+    )
     plain = type(model).forward
 
     @functools.wraps(plain)

@@ -150,11 +150,14 @@ def measure(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; by default cuda where there is one.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Times that the policies take turns.")] = 3,
     save: Annotated[Path | None, typer.Option(help="Append every round to this JSON-lines file.")] = None,
+    fsdp: Annotated[bool, typer.Option("--fsdp", help="Shard over the processes of torchrun; rank 0 reports.")] = False,
     json_: AsJson = False,
 ) -> int:
     """Run real steps on the hardware here. On a CPU the default is nano at 1 × 256.
 
     Example: gctutor measure --model nano --batch 2 --seqlen 256 --policy none --policy block --save rows.jsonl
+
+    Example: torchrun --nproc-per-node=8 -m gctutor measure --fsdp --model Qwen3-8B
     """
     from gctutor.measurement import check_device, default_device, measure
     from gctutor.results import Results
@@ -163,6 +166,13 @@ def measure(
     small = {"model": "nano", "seqlen": 256} if device == "cpu" else {}
     workload = Workload(**{**small, **given})
     rows: list[StepCost] = []
+    if fsdp:
+        from gctutor.distributed import measure_fsdp
+
+        rows += measure_fsdp(workload, policy, rounds=rounds, save=save)
+        if rows:
+            show_rows(rows, json_)
+        return 0
     with (
         tempfile.TemporaryDirectory() as folder,
         showing(lambda: show_rows(rows, json_)),

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,9 @@ from gctutor import estimation, workload as workloads
 from gctutor.devices import Device, find_device
 from gctutor.distributed_worker import local_device, process_group
 from gctutor.errors import UserError
+from gctutor.measurement import measure
 from gctutor.policies import Policy, PolicyError, Request, parse
-from gctutor.results import StepCost, provenance
+from gctutor.results import Results, StepCost, provenance
 from gctutor.tracing import BACKWARD, FORWARD, GATHERED, OPTIMIZER, RECOMPUTE, StepTrace
 from gctutor.workload import Workload
 
@@ -40,7 +41,7 @@ class WorkerError(RuntimeError):
 # --- real processes ---
 
 
-def run_workers(job: Callable[..., Any], *, world: int = 2, timeout_s: float = 120.0, **arguments: Any) -> list[Any]:
+def run_workers(job: Callable[..., Any], *, world: int = 2, timeout_s: float = 240.0, **arguments: Any) -> list[Any]:
     """Run `job(**arguments)` in `world` processes of one process group; returns what each rank returned, in order.
 
     torchrun starts them on a free port: NCCL where there is a GPU for each, else gloo on the CPU with one thread each.
@@ -122,6 +123,33 @@ def shard(model: Any, precision: str = "fp32", mesh: Any = None) -> Any:
     for layer in workloads.decoder_layers(model):
         fully_shard(layer, **options)
     return fully_shard(model, **options)
+
+
+def measure_fsdp(
+    workload: Workload, policies: Sequence[str], *, rounds: int = 3, save: Path | str | None = None
+) -> Results:
+    """`measure` under FSDP2, called by every rank that torchrun started, on any number of machines.
+
+    Rank 0 returns (and saves) its rows, the others none; `workload.batch` is what each rank gets. Raises `UserError`.
+    """
+    if "RANK" not in os.environ:
+        raise UserError(
+            "FSDP runs one process a GPU: start it with torchrun --nproc-per-node=N -m gctutor measure --fsdp …"
+        )
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = local_device().partition(":")[0]
+    with process_group():
+        taken = measure(
+            workload, policies, device=device, rounds=rounds, prepare=lambda model: shard(model, workload.precision)
+        )
+    if rank:
+        return Results()
+    rows = Results(
+        dataclasses.replace(row, provenance={**row.provenance, "parallel": "FSDP2", "world": world}) for row in taken
+    )
+    if save is not None:
+        rows.append_to(save)
+    return rows
 
 
 def estimate_fsdp(
@@ -210,4 +238,4 @@ def _fake_group(world: int) -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-__all__ = ["WorkerError", "estimate_fsdp", "local_device", "process_group", "run_workers", "shard", "trace_fsdp"]
+__all__ = ["WorkerError", "estimate_fsdp", "local_device", "measure_fsdp", "run_workers", "shard", "trace_fsdp"]

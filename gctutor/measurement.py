@@ -35,17 +35,19 @@ def measure(
     progress: Callable[[str], None] | None = None,
     seed: int = 0,
     pretrained: bool = False,
+    prepare: Callable[[Any], object] | None = None,
 ) -> Results:
     """Run `workload` under each policy on `device` (`cuda` where there is one, else `cpu`) and return one row a policy.
 
     Each policy is warmed up, forward and backward; then the policies take turns, `steps` timed steps at a time, for
     `rounds` rounds. With `save`, each round's samples are appended to that JSON-lines file when they are taken. Bytes
     come from the CUDA allocator, or on a CPU from a traced step that is not timed. Out of memory is a row, and so is a
-    policy that is refused. Raises `UserError` for an unknown policy or a device that is not there.
+    policy that is refused. `prepare(model)` changes the model first, as sharding does. Raises `UserError` for an
+    unknown policy or a device that is not there.
     """
     device = default_device() if device is None else check_device(device)
     parsed = [(text, parse(text)) for text in dict.fromkeys(policies)]
-    bench = Bench(workload, device, seed, pretrained)
+    bench = Bench(workload, device, seed, pretrained, prepare)
     latest: dict[str, StepCost] = {}
     rows: list[StepCost] = []
     for number in range(rounds):
@@ -117,12 +119,21 @@ class Bench:
     batch: Any
     optimizer: Any
 
-    def __init__(self, workload: Workload, device: str, seed: int = 0, pretrained: bool = False) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        device: str,
+        seed: int = 0,
+        pretrained: bool = False,
+        prepare: Callable[[Any], object] | None = None,
+    ) -> None:
         self.workload, self.device, self.seed = workload, device, seed
         self.failure: str | None = None
         self._warm: set[str] = set()
         try:
             self.model = workloads.build(workload, device, seed=seed, pretrained=pretrained)
+            if prepare is not None:
+                prepare(self.model)
             self.batch = workloads.inputs(workload, device, seed=seed)
             self.optimizer = workloads.make_optimizer(workload, self.model)
         except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

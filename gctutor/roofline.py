@@ -83,6 +83,17 @@ def _chunked_loss_work(hidden: Any, weight: Any, rows: int) -> Work:
     )
 
 
+def workspace_bytes(func: Any, args: Sequence[Any]) -> int:
+    """Bytes that an operator allocates and frees inside, where no tracer sees them; by formula, 0 for most.
+
+    torch's chunked loss holds one chunk's logits and rows in fp32.
+    """
+    if "_linear_cross_entropy_batch_chunked" not in func._schema.name or len(args) < 9:
+        return 0
+    (tokens, width), vocabulary, rows = args[0].shape, args[1].shape[0], args[8]
+    return 4 * min(rows, tokens) * (vocabulary + width)
+
+
 def _attention_work(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     bound = {a.name: value for a, value in zip(func._schema.arguments, args, strict=False)} | kwargs
     query, key = (next(bound[name] for name in names if name in bound) for names in (("query", "q"), ("key", "k")))

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gctutor import workload
-from gctutor.roofline import ELEMENTWISE, LINK, VIEW, Work, bytes_of, flatten, work_of
+from gctutor.roofline import ELEMENTWISE, LINK, VIEW, Work, bytes_of, flatten, work_of, workspace_bytes
 from gctutor.workload import decoder_layers
 
 CATEGORIES = ("weights", "gradients", "activations", "loss", "temporary")
@@ -331,6 +331,9 @@ class Tracer(TorchDispatchMode):
             self._mark_used(flatten([*args, *kwargs.values()]))
         for tensor in new:
             self._follow(tensor, self.segments[segment][0], site)
+        if inside := workspace_bytes(func, args):
+            now = len(self.calls) - 1
+            self.storages.append(_Storage(inside, now, self.segments[segment][0], site, died=now))
         return out
 
     def _mark_used(self, arguments: Iterable[Any]) -> None:

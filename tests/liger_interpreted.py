@@ -50,7 +50,7 @@ def worst(gradients, others):
 
 
 def compared(folder, kernels, policies):
-    plain = Workload(folder, batch=2, seqlen=16, precision="fp32")
+    plain = Workload(folder, seqlen=8, precision="fp32")
     loss, gradients, _ = step(plain)
     found = {"hf": {"loss": loss}}
     for policy in policies:
@@ -62,7 +62,7 @@ def compared(folder, kernels, policies):
 if __name__ == "__main__":
     teach_the_interpreter()
     qwen3, llama = sys.argv[1:]
-    report = {"qwen3": compared(qwen3, "liger", ["none", "block", "modules:all", "ops:mm,core_attn,-down_proj"])}
+    report = {"qwen3": compared(qwen3, "liger", ["none", "modules:all", "ops:mm,core_attn,-down_proj"])}
     with mock.patch("gctutor.policies.modules.refuse_overwritten"):
         report["llama"] = compared(llama, "liger:rope", ["none", "modules:all"])
     print(json.dumps(report))

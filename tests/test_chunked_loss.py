@@ -35,7 +35,7 @@ def test_loss_and_gradients_are_hugging_faces(tokens, items):
     model = build_tiny()
     chunked_loss.patch(model, tokens)
     chunked, found = gradients(model, **batch)
-    assert chunked == pytest.approx(loss, rel=TOLERANCE)
+    assert chunked.item() == pytest.approx(loss.item(), rel=TOLERANCE)
     for name, gradient in expected.items():
         scale = gradient.abs().max()
         assert (found[name] - gradient).abs().max() <= TOLERANCE * scale, name
@@ -78,5 +78,9 @@ def test_the_logits_are_gone_and_the_gradients_of_the_head_are_held():
         for kernels in ("hf", "hf+chunked:128")
     )
     logits_fp32 = tokens * vocabulary * 4
+    chunk_fp32 = 128 * (vocabulary + hidden) * 4
+    head = [kernel for s in chunked.segments if s.layer == "head" for kernel in s.kernels]
+    loss = next(kernel for kernel in head if "linear_cross_entropy" in kernel.name)
+    assert sum(loss.born) - sum(loss.freed) < sum(loss.born) - chunk_fp32 + 64
     assert plain.breakdown()["loss"] == pytest.approx(logits_fp32, rel=0.05)
     assert chunked.breakdown()["loss"] == pytest.approx((vocabulary + tokens) * hidden * 2, abs=64)

@@ -348,9 +348,15 @@ def test_ligers_rotary_kernel_on_kept_projections():
             layer.self_attn.forward = types.MethodType(patched, layer.self_attn)
         return model
 
+    def kept_by_hand(kind, change=rotating):
+        return doctor(switched(change(sound(kind)), context_fn=selective(saving(MM.default)))).codes
+
+    assert kept_by_hand("llama") == ("inplace_kernel", "wasted_save")
+    assert kept_by_hand("qwen3") == ("wasted_save",)  # its q and k norms stand between
+    assert kept_by_hand("llama", lambda model: model) == ("wasted_save",)
     policy = "ops:mm,-down_proj"
-    assert doctor(rotating(sound("llama")), policy).codes == ("inplace_kernel",)
-    assert doctor(rotating(sound("qwen3")), policy).codes == ()  # its q and k norms stand between
+    assert doctor(rotating(sound("llama")), policy).codes == ("refused",)
+    assert doctor(rotating(sound("qwen3")), policy).codes == ()
     assert doctor(sound("llama"), policy).codes == ()
 
 

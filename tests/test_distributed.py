@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ import time
 import pytest
 
 from gctutor import Workload
-from gctutor.distributed import WorkerError, estimate_fsdp, run_workers, trace_fsdp
+from gctutor.distributed import WorkerError, estimate_fsdp, measure_fsdp, run_workers, trace_fsdp
 from gctutor.errors import UserError
 
 NANO = Workload("nano", seqlen=64, precision="fp32")
@@ -71,11 +72,13 @@ def test_results_come_back_in_rank_order():
     assert gone(pid for pid, _ in answers)
 
 
+@pytest.mark.slow
 def test_a_failing_worker_ends_the_run_with_its_message():
     with pytest.raises(WorkerError, match="rank 1: ValueError: out of luck"):
         run_workers(one_fails)
 
 
+@pytest.mark.slow
 def test_workers_that_hang_are_ended(tmp_path):
     with pytest.raises(WorkerError, match="rank 0 and 1 did not end within 25 s"):
         run_workers(hangs, timeout_s=25, folder=str(tmp_path))
@@ -85,6 +88,7 @@ def test_workers_that_hang_are_ended(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc"), reason="looks processes up in /proc")
+@pytest.mark.slow
 def test_no_worker_outlives_a_parent_that_is_killed(tmp_path):
     code = "import test_distributed as tests, sys; tests.run_workers(tests.hangs, folder=sys.argv[1])"
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=os.path.dirname(__file__))
@@ -111,6 +115,7 @@ def reentrant_ddp(options):
         replica(**workloads.inputs(workload)).loss.backward()
 
 
+@pytest.mark.slow
 def test_reentrant_under_ddp_marks_a_variable_twice():
     with pytest.raises(WorkerError, match="mark a variable ready only once"):
         run_workers(reentrant_ddp, options={"find_unused_parameters": True})
@@ -150,6 +155,7 @@ def sharded(policies, seqlen):
     return rows
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_gradients_of_one_and_the_bytes_of_the_estimate():
     by_rank = run_workers(sharded, policies=POLICIES, seqlen=NANO.seqlen)
     for policy in POLICIES:
@@ -185,6 +191,35 @@ def test_estimate_of_many_gpus(tmp_path, monkeypatch):
 def test_optimizer_state_is_sharded():
     plain, adam = (trace_fsdp(NANO.replace(optimizer=o), "block", 4, cache=False) for o in (None, "adamw"))
     assert adam.static_bytes == pytest.approx(3 * plain.static_bytes, rel=1e-3)
+
+
+def test_measuring_needs_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(UserError, match="torchrun"):
+        measure_fsdp(NANO, ["none"])
+
+
+@pytest.mark.slow
+def test_the_command_measures_under_torchrun():
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "gctutor"]
+    command = [
+        "measure",
+        "--fsdp",
+        "--model",
+        "nano",
+        "--seqlen",
+        "64",
+        "--precision",
+        "fp32",
+        "--rounds",
+        "1",
+        "--json",
+    ]
+    run = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=600, check=True)
+    rows = {row["policy"]: row for row in json.loads(run.stdout)}
+    assert rows["none"]["provenance"]["world"] == 2
+    assert rows["block"]["peak_bytes"] == pytest.approx(trace_fsdp(NANO, "block", 2, kind="cpu").peak_bytes, rel=0.02)
+    assert rows["block"]["step_s"] > 0
 
 
 def test_a_request_is_refused():

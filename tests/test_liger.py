@@ -1,4 +1,4 @@
-"""Liger's kernels: in estimates from Liger's own code, patched without a leak, for real through Triton's interpreter."""
+"""Liger's kernels: in estimates by Liger's own code, patched without a leak, for real by Triton's interpreter."""
 
 import contextlib
 import functools
@@ -101,8 +101,8 @@ def test_what_each_part_frees_adds_up():
     assert none - small("liger").activation_bytes == sum(freed[part] for part in liger.PARTS[:4])
     assert freed["rope"] == 0  # it works in place, and HF's keeps no more
     assert freed["swiglu"] == 2 * 256 * 12288 * 2  # silu's output, for two layers: Liger computes it again
-    hidden, heads = 256 * 4096, 256 * (32 + 8) * 128
-    assert freed["rms_norm"] > 2 * (2 * hidden + heads) * (4 + 2)  # the fp32 copy and the normalised rows
+    hidden = 2 * 256 * 4096 * 4  # an fp32 copy of the input of each layer norm, for two of them
+    assert freed["rms_norm"] > 2 * hidden
 
 
 @needs_liger
@@ -143,9 +143,9 @@ def test_the_next_model_is_a_plain_one(kernels):
     trace(Workload("nano", seqlen=16, kernels=kernels), "none", cache=False)
     patched = build(Workload("nano", seqlen=16, layers=1, kernels=kernels), "meta")
     assert surroundings() == before and JITFunction.run is run
-    assert any({"forward", "loss_function"} & vars(module).keys() for module in patched.modules())
+    assert any({"forward", "_loss_function"} & vars(module).keys() for module in patched.modules())
     following = build(Workload("nano", seqlen=16, layers=1), "meta")
-    assert not any({"forward", "loss_function"} & vars(module).keys() for module in following.modules())
+    assert not any({"forward", "_loss_function"} & vars(module).keys() for module in following.modules())
     assert trace(Workload("nano", seqlen=16), "none", cache=False) == plain
 
 
@@ -285,7 +285,7 @@ def test_ligers_kernels_run_for_real_through_tritons_interpreter(tmp_path):
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    workload = Workload(str(tmp_path / "qwen3"), batch=2, seqlen=16, precision="fp32", kernels="liger")
+    workload = Workload(str(tmp_path / "qwen3"), seqlen=8, precision="fp32", kernels="liger")
     plain = found["qwen3"].pop("hf")
     for policy, row in found["qwen3"].items():
         assert row["loss"] == pytest.approx(plain["loss"], rel=1e-6)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from gctutor.diagnosis.report import FAULT, WARNING, Finding
 from gctutor.diagnosis.selective import check_sac_policy
 from gctutor.errors import unknown
-from gctutor.workload import decoder_layers
+from gctutor.workload import causal_model, decoder_layers
 
 _OWN = [name for name, p in inspect.signature(checkpoint).parameters.items() if p.kind is p.KEYWORD_ONLY]
 CHECKPOINT_KWARGS = (*_OWN, "preserve_rng_state")
@@ -132,7 +132,7 @@ def has_dropout(model: nn.Module) -> bool:
 
 def _input_hooks(model: Any) -> Iterator[Finding]:
     """The hook that makes embeddings require gradients: reentrant checkpointing needs it, anything else pays for it."""
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    owner = causal_model(model)
     if not getattr(owner, "_require_grads_hooks", None) or owner.get_input_embeddings().weight.requires_grad:
         return
     layers = switched_on(model)

@@ -30,8 +30,7 @@ Autocast = Callable[[], contextlib.AbstractContextManager]
 class Patient:
     """A model with the step to run on it; `how` says in a sentence what is run.
 
-    `traces`, without and with the policy, stand in for those that would be taken of the model. `liger_rope` says that
-    the workload rotates in place, by a kernel that no tracer sees.
+    `traces`, without and with the policy, stand in for those that would be taken of the model.
     """
 
     model: Any
@@ -41,7 +40,6 @@ class Patient:
     autocast: Autocast = contextlib.nullcontext
     seed: int = 0
     traces: tuple[StepTrace, StepTrace] | None = None
-    liger_rope: bool = False
 
     def step(self) -> None:
         """One forward and backward from gradients None, every source of random numbers seeded."""
@@ -94,8 +92,7 @@ def of_workload(workload: Workload, policy: Policy, device: str, seed: int) -> P
         f"random model of its class ({workload.n_layers} layers, hidden {NARROW['hidden_size']}, {narrow.batch} × "
         f"{narrow.seqlen} tokens, kernels hf) run here."
     )
-    liger_rope = "rope" in workload.liger_parts
-    return Patient(model, batch, workload.label, how, lambda: workload.autocast(device), seed, traces, liger_rope)
+    return Patient(model, batch, workload.label, how, lambda: workload.autocast(device), seed, traces)
 
 
 def _fits(workload: Workload, step: StepTrace, device: str) -> bool:

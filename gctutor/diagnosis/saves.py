@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from gctutor import liger
 from gctutor.diagnosis import inspection, selective
 from gctutor.diagnosis.patients import Patient
 from gctutor.diagnosis.report import FAULT, WARNING, CallSite, Finding, readable
@@ -148,21 +148,14 @@ def in_place(patient: Patient, without: Without, treated: With) -> Iterator[Find
             "inplace",
             f"{operator} of {site} works in place: it may overwrite an output that SAC keeps, and no error tells.",
         )
-    attention = [module for module in decoder_layers(patient.model)[0].modules() if hasattr(module, "q_proj")]
-    if any(not hasattr(module, "q_norm") and (patient.liger_rope or _liger_rope(module)) for module in attention):
+    if inspection.sac_policy(patient.model) and "q_proj" in liger.overwritten(decoder_layers(patient.model)[0]):
         yield Finding(
             WARNING,
             "inplace_kernel",
             "Liger's rotary kernel works in place on the outputs of q_proj and k_proj: where SAC keeps those, "
-            "gradients go wrong silently; exclude them (-q_proj,-k_proj) or leave Liger's rope off.",
+            "gradients go wrong silently; do not keep them, or leave Liger's rope off.",
         )
 
 
 def _overwrites(operator: str) -> bool:
     return operator.endswith("_") and not operator.endswith("__") and operator not in FRESH
-
-
-def _liger_rope(attention: Any) -> bool:
-    """Whether the forward of an attention module looks `apply_rotary_pos_emb` up as Liger's."""
-    names = getattr(inspect.unwrap(attention.forward), "__globals__", {})
-    return getattr(names.get("apply_rotary_pos_emb"), "__module__", "").startswith("liger_kernel")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib import rcParams
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from gctutor.plots.canvas import dress, head, new_axes, plain_log
 from gctutor.plots.labels import end_label, label_ends
@@ -61,6 +62,7 @@ def plot_gradient_norms(
     ax = ax or new_axes()[0]
     dress(ax, "step", "gradient norm", grid="y")
     plain_log(ax, "y", (1.0, 2.0, 5.0))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     width, labels, jumps = rcParams["lines.linewidth"], [], jumps or {}
     for number, (name, values) in enumerate(norms.items()):
         color = COLORS[number % len(COLORS)]

@@ -128,7 +128,7 @@ class Policy:
             previous.close()
         refuse_foreign_checkpointing(model)
         kinds = tuple(kinds) if kinds is not None else self.layers(len(layers))
-        state = Applied(self, kinds)
+        state = Applied(self, kinds, frozen_prefix(model, layers))
         with contextlib.ExitStack() as undo:
             undo.enter_context(_cache_off(model))
             for mechanism in dict.fromkeys(kinds):
@@ -140,10 +140,14 @@ class Policy:
 
 @dataclass
 class Applied:
-    """A policy in force on a model: the mechanism of each layer, and what each has matched so far."""
+    """A policy in force on a model: the mechanism of each layer, and what each has matched so far.
+
+    `frozen` counts the layers at the start of the model that backward does not reach: nothing there or before trains.
+    """
 
     policy: Policy
     kinds: tuple[Mechanism, ...]
+    frozen: int = 0
     hits: dict[Mechanism, Counter[str]] = field(default_factory=dict)
 
     def verify(self, recomputed_layers: set[int]) -> None:
@@ -158,10 +162,18 @@ class Applied:
         for index, kind in enumerate(self.kinds):
             if not kind.traceable:
                 continue
-            if kind.recomputes and index not in recomputed_layers:
+            if kind.recomputes and index >= self.frozen and index not in recomputed_layers:
                 raise PolicyError(f"'{kind}' had no effect: layer {index} recomputed nothing in backward.")
             if not kind.recomputes and index in recomputed_layers:
                 raise PolicyError(f"'{kind}' should recompute nothing, but layer {index} ran operators again.")
+
+
+def frozen_prefix(model: Any, layers: Sequence[nn.Module]) -> int:
+    """How many layers at the start have no trainable parameter in them or in the embedding before them."""
+    before = [model.get_input_embeddings(), *layers]
+    trains = (any(p.requires_grad for p in module.parameters()) for module in before)
+    first = next((index for index, trained in enumerate(trains) if trained), len(before))
+    return max(0, first - 1)
 
 
 def refuse_foreign_checkpointing(model: nn.Module) -> None:
