@@ -25,7 +25,7 @@ notebooks: $(READY) ## Run the series on the hardware here; notebooks, pages and
 
 test: $(READY) ## Run every test
 	@why="a test failed: read the lines above, or run it alone with '$(BIN)/pytest FILE::TEST'."; \
-	$(BIN)/python -m pytest || $(STOP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal || $(STOP)
 
 lab: $(READY) ## Open the series in JupyterLab
 	@$(BIN)/jupyter lab notebooks
@@ -34,7 +34,7 @@ check: $(READY) ## Lint, format, types and the quick tests: about two minutes
 	@why="ruff found something: '$(BIN)/ruff check --fix' mends most of it."; $(BIN)/ruff check || $(STOP)
 	@why="some files are not formatted: run '$(BIN)/ruff format'."; $(BIN)/ruff format --check || $(STOP)
 	@why="mypy found types that do not fit: read the lines above."; $(BIN)/mypy || $(STOP)
-	@why="a quick test failed: read the lines above."; $(BIN)/python -m pytest -q -m "not slow" || $(STOP)
+	@why="a quick test failed: read the lines above."; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow" || $(STOP)
 
 refresh: $(READY) ## Execute the stale notebooks again, clean them and stamp them
 	@$(BIN)/gctutor notebooks refresh $(ONLY)

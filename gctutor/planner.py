@@ -166,9 +166,11 @@ def best(costs: LayerCosts, budget_bytes: float) -> Choice | None:
     gain = np.array([costs.replay_s, *(s.seconds for s in sites)])
     # A replayed layer keeps a site or not, and a layer left alone keeps none: none + kept ≤ n for every site.
     exclusive = np.hstack([np.ones((len(sites), 1)), np.eye(len(sites))])
-    unit = 1e9  # GB, so that the solver's tolerances make sense
-    constraints = [LinearConstraint(weight[None] / unit, ub=room / unit), LinearConstraint(exclusive, ub=n)]
-    tie = 1e-9 * gain.max() * weight / weight.max()  # of two equally fast choices the smaller
+    # The solver stops at fixed tolerances: scale bytes to 1 and seconds to 1000, whatever the model's size.
+    weight, room = weight / weight.max(), room / weight.max()
+    gain = 1e3 * gain / gain.max()
+    constraints = [LinearConstraint(weight[None], ub=room), LinearConstraint(exclusive, ub=n)]
+    tie = 1e-4 * weight  # of two equally fast choices the smaller
     options = {"mip_rel_gap": 0.0}
     found = milp(
         tie - gain, constraints=constraints, integrality=np.ones(len(weight)), bounds=Bounds(0, n), options=options

@@ -53,7 +53,8 @@ def work_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], outputs: Seq
     if name in ("_to_copy", "copy_") and len({t.device for t in (*tensors, *outputs)}) > 1:
         return Work(LINK, 0, bytes_of(outputs[0]), False)
     fp32 = any(t.dtype == torch.float32 for t in tensors)
-    read = [t for t in tensors if t is not kwargs.get("out")]
+    given = [*args, *(value for key, value in kwargs.items() if key != "out")]  # `addmm(c, …, out=c)` reads c as well
+    read = [t for t in flatten(given) if isinstance(t, torch.Tensor)]
     moved = sum(map(bytes_of, read)) + sum(map(bytes_of, written or outputs))
     if name in ("mm", "bmm", "addmm", "baddbmm", "_int_mm"):
         left, right = (args[1], args[2]) if "add" in name else (args[0], args[1])

@@ -45,7 +45,11 @@ def lab(tmp_path_factory):
     environment = {key: value for key, value in os.environ.items() if key != "GCTUTOR_OUT"}
     server = subprocess.Popen(
         [*command, *(f"--{name}={value}" for name, value in settings.items())],
-        env={**environment, "JUPYTER_CONFIG_DIR": str(root / "config"), "JUPYTERLAB_SETTINGS_DIR": str(root / "settings")},
+        env={
+            **environment,
+            "JUPYTER_CONFIG_DIR": str(root / "config"),
+            "JUPYTERLAB_SETTINGS_DIR": str(root / "settings"),
+        },
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -61,6 +61,8 @@ def test_the_loss_takes_another_path_on_cuda(monkeypatch):
     fp32_copy, product = 2 * HEAD_GRADIENT, HEAD_GRADIENT
     assert portable.peak_bytes - cuda.peak_bytes == pytest.approx(fp32_copy + product, rel=0.03)
     assert "addmm" in names(cuda, "head") and "add_" not in names(cuda, "head")
+    added = [k for s in cuda.segments if s.layer == "head" for k in s.kernels if k.name == "addmm"]
+    assert len(added) == 32 and all(k.work.bytes > 2 * HEAD_GRADIENT for k in added)  # read and written in each chunk
     assert "add_" in names(portable, "head") and "addmm" not in names(portable, "head")
 
 

@@ -1,22 +1,34 @@
-"""The planner: the optimum against brute force and the ranking, budgets kept in traced bytes, plans that fit, advice."""
+"""The planner: optimum against brute force and ranking, budgets kept in traced bytes, plans that fit, advice."""
 
 import dataclasses
 import itertools
 import math
 
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, settings, strategies as st
 
 from gctutor import planner
 from gctutor.devices import find_device
 from gctutor.errors import UserError
-from gctutor.estimation import estimate, seconds_of, trace
-from gctutor.planner import Choice, LayerCosts, Site, best, frontier, greedy, layer_costs, lines_to_paste, plan, resolve
+from gctutor.estimation import seconds_of, trace
+from gctutor.planner import (
+    Choice,
+    LayerCosts,
+    Site,
+    best,
+    frontier,
+    greedy,
+    layer_costs,
+    lines_to_paste,
+    plan,
+    resolve,
+)
 from gctutor.policies import PolicyError, catalogue, concrete, parse
 from gctutor.policies.modules import ALL
 from gctutor.workload import Workload
 
 NANO = Workload("nano", seqlen=128)
+DEEP = Workload("nano", seqlen=1024)  # its layers, not its loss, make the peak
 H100 = find_device("H100")
 NAMED = [
     "none",
@@ -128,7 +140,7 @@ def test_the_ends_are_block_and_none_and_below_block_there_is_nothing(costs):
 def test_greedy_keeps_whole_sites_by_yield_and_never_what_saves_nothing(costs):
     ranked = greedy(costs, costs.most_bytes)
     kept = dict(zip((site.name for site in costs.sites), ranked.kept, strict=True))
-    assert kept == {name: 6 for name in ALL} | {"down_proj": 0}
+    assert kept == dict.fromkeys(ALL, 6) | {"down_proj": 0}
 
 
 def test_the_layers_that_keep_most_come_last(costs):
@@ -148,33 +160,24 @@ def test_the_frontier_falls_and_every_point_of_it_round_trips():
 
 
 @pytest.mark.parametrize("policy", NAMED)
-def test_no_named_policy_lies_below_the_frontier(policy, costs):
-    bytes_kept = trace(NANO, policy).activation_bytes
-    none = trace(NANO, "none").activation_bytes
-    choice = best(costs, bytes_kept + costs.most_bytes - none)
-    assert trace(NANO, choice.policy).activation_bytes <= bytes_kept + costs.most_bytes - none
-    assert recompute_s(choice.policy) <= recompute_s(policy) * 1.001 + 1e-9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["sub:norms", "sub:mlp", "block/2", "ops:every2mm,core_attn", "modules:all"])
-def test_nor_on_the_full_model(policy):
-    workload = Workload()
-    kept = estimate(workload, policy, H100)
-    rival = estimate(workload, best(layer_costs(workload, H100), kept.activation_bytes).policy, H100)
-    assert rival.activation_bytes <= kept.activation_bytes
-    assert rival.step_s <= kept.step_s * 1.0005
+def test_no_named_policy_lies_below_the_frontier(policy):
+    workload = Workload(layers=4)
+    costs, none, kept = layer_costs(workload, H100), trace(workload, "none"), trace(workload, policy)
+    slack = costs.most_bytes - none.activation_bytes  # the sums take the first layer for a middle one
+    choice = best(costs, kept.activation_bytes + slack)
+    assert trace(workload, choice.policy).activation_bytes <= kept.activation_bytes + slack
+    assert recompute_s(choice.policy, workload) <= recompute_s(policy, workload) + 1e-8
 
 
 # --- requests ---
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.floats(0.2, 1.0))
+@settings(max_examples=5, deadline=None)
+@given(st.floats(0.15, 1.0))
 def test_a_budget_is_kept_in_traced_bytes(share):
     policy = resolve(f"budget:{share:.3f}", NANO, "H100")
     none = trace(NANO, "none").activation_bytes
-    assert trace(NANO, policy, exact=True).activation_bytes <= round(share, 3) * none
+    assert trace(NANO, policy).activation_bytes <= round(share, 3) * none
     assert concrete(str(policy)) == policy
 
 
@@ -216,19 +219,18 @@ def test_a_plan_within_a_budget(share):
 
 
 def test_a_plan_for_a_card_fits_by_its_own_estimate_and_is_faster_than_block():
-    workload = Workload("nano", seqlen=128, optimizer="adamw")
-    none, block = (trace(workload, policy).peak_bytes for policy in ("none", "block"))
+    none, block = (trace(DEEP, policy).peak_bytes for policy in ("none", "block"))
     limit = (none + block) / 2
-    found = plan(workload, "H100", fits_in=limit, reserve_bytes=0)
+    found = plan(DEEP, "H100", fits_in=limit, reserve_bytes=0)
     assert block < found.cost.peak_bytes <= limit
-    assert recompute_s(found.policy, workload) < recompute_s("block", workload)
+    assert recompute_s(found.policy, DEEP) < recompute_s("block", DEEP)
 
 
 def test_a_reserve_is_held_back_and_plenty_of_room_needs_no_checkpoint():
-    none = trace(NANO, "none").peak_bytes
-    assert plan(NANO, "H100", fits_in=none, reserve_bytes=0).policy == "none"
-    assert plan(NANO, "H100", fits_in=none, reserve_bytes=1).policy != "none"
-    assert plan(NANO, "H100").policy == "none"
+    none = trace(DEEP, "none").peak_bytes
+    assert plan(DEEP, "H100", fits_in=none, reserve_bytes=0).policy == "none"
+    assert plan(DEEP, "H100", fits_in=none, reserve_bytes=1).policy != "none"
+    assert plan(DEEP, "H100").policy == "none"
 
 
 @pytest.mark.parametrize("optimizer", [None, "adamw", "adamw8bit"])

@@ -21,7 +21,8 @@ BATCH = 1
 SEQLEN = 4096
 DEVICE = "H100"
 BUDGET = 0.4
-SHARES = [0.15, 0.25, 0.4, 0.6, 0.8]
+SHARES = [0.25, 0.4, 0.6]
+GREEDY_SHARES = [0.15, 0.25, 0.4, 0.6, 0.8]
 SHORT = {
     "cpu": {"model": "nano", "batch": 1, "seqlen": 32, "precision": "fp32"},
     "cuda": {"model": "Qwen3-8B", "batch": 1, "seqlen": 512, "precision": "bf16"},
@@ -40,6 +41,7 @@ SEED = 0
 import dataclasses
 import itertools
 import math
+import sys
 from collections import Counter
 from contextlib import contextmanager
 from functools import partial
@@ -83,11 +85,49 @@ products = looked_at["aten.mm.default"] / small.n_layers
 gt.check(products == 7, f"of {detours:.0f} operators a layer, {products:.0f} are the matrix products we were after")
 
 # %% [markdown]
-# Views count too: they move nothing on a GPU, but they take the detour. What it costs depends on how much there is to
-# do between the detours. We take short steps, where little is.
+# Views count too: they move nothing on a GPU, but they take the detour. Each detour is many steps of Python, and those
+# can be counted exactly: how many Python functions does one training step enter, by policy?
+#
+# **Predict:** `modules:all` does the job of this SAC policy without a mode. Is it nearer to `ops:` or to `block`?
 
 # %%
 PRICED = ["none", "block", "ops:mm,core_attn,-down_proj", "modules:all"]
+plain = build(small, seed=SEED)
+
+
+def python_calls(policy):
+    """Python functions entered during one step of the small model, after a step of warm-up."""
+    calls = 0
+
+    def count(frame, event, argument):
+        nonlocal calls
+        calls += event == "call"
+
+    with gt.parse(policy).applied(plain):
+        plain(**batch).loss.backward()
+        sys.setprofile(count)
+        try:
+            plain(**batch).loss.backward()
+        finally:
+            sys.setprofile(None)
+    return calls
+
+
+calls = {policy: python_calls(policy) for policy in PRICED}
+pd.DataFrame(
+    {"Python calls a step": calls, "against none": {p: f"{c / calls['none']:.1f} ×" for p, c in calls.items()}}
+)
+
+# %%
+by_operator, by_module = PRICED[2:]
+ratio = (calls[by_operator] - calls["none"]) / (calls[by_module] - calls["none"])
+gt.check(ratio > 1.5, f"on top of none, SAC makes {ratio:.1f} times the Python calls of `modules:all`")
+
+# %% [markdown]
+# What this means in time depends on how much there is to do between the calls. We take short steps, where little is, on
+# the machine at hand. (On a shared CPU these times are noisy; run the cell twice before you believe a difference.)
+
+# %%
 kind = default_device()
 short_here = gt.Workload(**SHORT[kind])
 priced = gt.measure(short_here, PRICED, rounds=ROUNDS, steps=STEPS, seed=SEED)
@@ -105,20 +145,15 @@ pd.DataFrame(
 ).T
 
 # %%
-by_operator, by_module = (priced[policy] for policy in PRICED[2:])
 gt.check(
-    by_operator.recompute_flop == by_module.recompute_flop == 0 < priced["block"].recompute_flop,
+    priced[by_operator].recompute_flop == priced[by_module].recompute_flop == 0 < priced["block"].recompute_flop,
     "by operator and by module, no matrix product runs again",
 )
-gt.check(by_operator.activation_bytes == by_module.activation_bytes, "and both keep the same bytes")
-gt.check(
-    fastest[by_module.policy] < 1.1 * fastest[by_operator.policy],
-    f"for that, `modules:all` takes {fastest[by_module.policy] / fastest[by_operator.policy]:.2f} of the time of SAC",
-)
+gt.check(priced[by_operator].activation_bytes == priced[by_module].activation_bytes, "and both keep the same bytes")
 
 # %% [markdown]
-# On so short a step SAC may take longer than the full replay of `block`, which recomputes far more. On a GPU the detour
-# is hidden as long as the GPU has more to do than Python. The estimate counts both, with an assumed 10 µs an operator:
+# On so short a step SAC may take longer than the full replay of `block`, which computes far more. On a GPU the Python
+# is hidden as long as the GPU has more to do. The estimate counts both, with an assumed 10 µs an operator for the mode:
 
 # %%
 workload = gt.Workload(MODEL, batch=BATCH, seqlen=SEQLEN)
@@ -204,7 +239,7 @@ def gradients(model):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
-plain, sketch = build(small, seed=SEED), build(small, seed=SEED)
+sketch = build(small, seed=SEED)
 for layer in decoder_layers(sketch):
     keep(layer.mlp.gate_proj)
 sketch.activation_checkpointing_enable({"use_reentrant": False, "context_fn": two_stages})
@@ -355,7 +390,7 @@ gt.check(str(gt.parse(planned.resolved)) == planned.resolved, "the plan is a pol
 
 # %% tags=["exercise"]
 tiny = dataclasses.replace(costs, n_layers=2, sites=costs.sites[2:6])
-limit = (tiny.least_bytes + tiny.most_bytes) / 2
+limit = tiny.least_bytes + 0.15 * (tiny.most_bytes - tiny.least_bytes)
 answer = None  # seconds
 
 
@@ -383,47 +418,61 @@ check_exercise_1(answer)
 # %% [markdown]
 # ## The planner's frontier over every other policy
 #
-# Ask for several budgets, and put the answers into one plot with the policies of the last notebooks and with
-# torchtitan's rule (`ops:every2mm,core_attn`).
+# The programme answers for any budget, so we draw its answers as a line: bytes from the sums, time as `none`'s step
+# plus the recompute. Into the same plot go the policies of the last notebooks, torchtitan's rule (`ops:every2mm,core_attn`),
+# and a few plans traced in full.
 #
 # **Predict:** which named policies touch the planner's line?
 
 # %%
 plans = gt.Results(gt.estimate(workload, f"budget:{share}", DEVICE) for share in SHARES)
-everything = named + plans
-ax = plots.plot_pareto(everything)
-leading = {row.policy for row in plots.frontier(everything)}
-behind = [policy for policy in NAMED if policy not in leading]
+line = gt.frontier(workload, DEVICE, points=60)
+slack = costs.most_bytes - none.activation_bytes  # the sums take the first layer for a middle one
+
+
+def above_the_line(row):
+    """Seconds by which a policy is slower than the planner's answer with the same bytes."""
+    return row.step_s - none.step_s - planner.best(costs, row.activation_bytes + slack).recompute_s
+
+
+above = {row.policy: above_the_line(row) for row in named}
+touching = [policy for policy, seconds in above.items() if seconds < 1e-4]
+farthest = max(above, key=above.get)
+title = f"No named policy lies below the planner's line; {farthest} is {1e3 * above[farthest]:.0f} ms above it"
+ax = plots.plot_pareto(named + plans, title=title)
+gigabytes = [choice.activation_bytes / 1e9 for choice in line]
+milliseconds = [1e3 * (none.step_s + choice.recompute_s) for choice in line]
+look = plots.FAMILY_STYLE["budget"]
+ax.plot(gigabytes, milliseconds, color=look.color, linewidth=1.5, zorder=1.5)
 caption = (
-    f"The planner's answers lie on the frontier at every budget tried; of the named policies only "
-    f"{', '.join(policy for policy in NAMED if policy in leading)} touch it."
+    f"Solid: the planner's answer at every budget (dashed: the best of the points drawn). {', '.join(touching)} touch "
+    f"it; {farthest} is {1e3 * above[farthest]:.0f} ms slower than the planner with the same bytes."
 )
 _ = plots.save_figure(ax.figure, "05_frontier", alt=caption, caption=caption)
 
 # %%
-Markdown(f"*{caption}* (Bytes exact, times estimated for {device.name}.)")
+display(Markdown(f"*{caption}* (Bytes exact, times estimated for {device.name}.)"))
+gt.check(min(above.values()) > -1e-4, "no named policy lies below the line (within a tenth of a millisecond)")
 
 # %% [markdown]
-# A picture can hide a point just below the line, so we ask exactly: give the planner the very bytes of each named
-# policy, trace its answer in full, and time both by the same roofline.
+# The line rests on sums. So we let the planner duel with full traces on both sides: it gets the very bytes of a policy,
+# and its answer is traced and timed by the same roofline.
 
 # %%
 duels = {}
-for row in named:
-    choice = planner.best(costs, row.activation_bytes + costs.most_bytes - none.activation_bytes)
-    rival = gt.estimate(workload, choice.policy, DEVICE)
-    duels[row.policy] = {
-        "its step (ms)": 1e3 * row.step_s,
-        "the planner's (ms)": 1e3 * rival.step_s,
+for policy in ["block/2", "sub:mlp", "sub:norms", "ops:every2mm,core_attn"]:
+    row = named[policy]
+    rival = gt.estimate(workload, planner.best(costs, row.activation_bytes).policy, DEVICE)
+    duels[policy] = {
         "its bytes (GB)": row.activation_bytes / 1e9,
         "the planner's (GB)": rival.activation_bytes / 1e9,
+        "its step (ms)": 1e3 * row.step_s,
+        "the planner's (ms)": 1e3 * rival.step_s,
     }
 duels = pd.DataFrame(duels).T
 display(duels.round(2).rename_axis(f"estimated for {device.name}"))
-gt.check(
-    (duels["the planner's (ms)"] <= duels["its step (ms)"] * 1.0005).all(), "no named policy lies below the frontier"
-)
-gt.check((duels["the planner's (GB)"] <= duels["its bytes (GB)"] + 1e-3).all(), "with no more bytes than it keeps")
+gt.check((duels["the planner's (GB)"] <= duels["its bytes (GB)"]).all(), "traced in full, the planner keeps no more")
+gt.check((duels["the planner's (ms)"] < duels["its step (ms)"]).all(), "and is faster each time")
 
 # %% [markdown]
 # ## Greedy is nearly as good
@@ -433,11 +482,11 @@ gt.check((duels["the planner's (GB)"] <= duels["its bytes (GB)"] + 1e-3).all(), 
 
 # %%
 gaps = {}
-for share in [BUDGET, *SHARES]:
+for share in GREEDY_SHARES:
     allowed = share * none.activation_bytes
     exact, ranked = planner.best(costs, allowed), planner.greedy(costs, allowed)
     gaps[share] = {"exact (ms)": 1e3 * exact.recompute_s, "greedy (ms)": 1e3 * ranked.recompute_s}
-gaps = pd.DataFrame(gaps).T.sort_index().rename_axis("share of none's bytes")
+gaps = pd.DataFrame(gaps).T.rename_axis("share of none's bytes")
 gaps["gap (ms)"] = gaps["greedy (ms)"] - gaps["exact (ms)"]
 gaps.round(2)
 
@@ -446,8 +495,8 @@ gt.check((gaps["gap (ms)"] >= -1e-6).all(), "the ranking is never better than th
 tight, loose = gaps["gap (ms)"].iloc[0], gaps["gap (ms)"].iloc[-1]
 Markdown(
     f"With a tight budget the gap is {tight:.2f} ms: nearly every byte yields the same, and the order hardly matters. "
-    f"With a loose one it is {loose:.1f} ms, because greedy by site never thinks of leaving a layer alone, which pays once "
-    f"every product is kept."
+    f"With a loose one it is {loose:.1f} ms, because greedy by site never thinks of leaving a layer alone, which pays "
+    f"once every product is kept."
 )
 
 # %% [markdown]
