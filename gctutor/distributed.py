@@ -56,9 +56,10 @@ def run_workers(job: Callable[..., Any], *, world: int = 2, timeout_s: float = 2
         with _torchrun(folder, world) as process:
             late = not _ended(process, folder, time.monotonic() + timeout_s)
         answers = [_answer(folder, rank) for rank in range(world)]
-        failed = [f"rank {rank}: {answer['error']}" for rank, answer in enumerate(answers) if "error" in answer]
+        failed = [(answer["at"], rank, answer["error"]) for rank, answer in enumerate(answers) if "error" in answer]
         if failed:
-            raise WorkerError("; ".join(failed))
+            _, rank, error = min(failed)  # the first is the cause: the others lost a partner
+            raise WorkerError(f"rank {rank}: {error}")
         missing = [str(rank) for rank, answer in enumerate(answers) if not answer]
         if missing:
             what = f"did not end within {timeout_s:g} s" if late else f"ended without a result: {_tail(folder)}"

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,8 +28,8 @@ def main(folder: Path) -> None:
         with process_group():
             _write(answer, {"result": _function(job)(**job["arguments"])})
     except BaseException as error:
+        _write(answer, {"error": f"{type(error).__name__}: {error}", "at": time.time()})
         traceback.print_exc()
-        _write(answer, {"error": f"{type(error).__name__}: {error}"})
         sys.stderr.flush()
         os._exit(1)  # a clean exit could wait for the other workers
 

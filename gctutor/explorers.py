@@ -5,6 +5,7 @@ Every picture comes from cached traces and arithmetic, so an answer takes well u
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
@@ -14,12 +15,13 @@ from typing import Any
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from gctutor import plots
+from gctutor import estimation, plots
 from gctutor.devices import find_device
-from gctutor.estimation import estimate, timeline
 from gctutor.operators import layer_operators
 from gctutor.planner import best, frontier, layer_costs
-from gctutor.results import Results
+from gctutor.plots.canvas import dress, head
+from gctutor.plots.style import styled
+from gctutor.results import Results, StepCost
 from gctutor.workload import Workload
 
 STATIC_COLUMNS = 2
@@ -81,6 +83,9 @@ def _grid(draw: Callable[..., Axes], cases: Sequence[Mapping[str, Any]]) -> Any:
 
 # --- what there is to explore ---
 
+estimate = functools.lru_cache(maxsize=4096)(estimation.estimate)
+planned = functools.lru_cache(maxsize=64)(frontier)
+
 
 def draw_costs(policies: Sequence[str], *, batch: int, seqlen: int, device: str, ax: Axes) -> Axes:
     """The policies on the memory–time plane for one batch and length, with the line of what fits on the device."""
@@ -91,7 +96,7 @@ def draw_costs(policies: Sequence[str], *, batch: int, seqlen: int, device: str,
 
 def draw_timeline(*, policy: str, seqlen: int, device: str, ax: Axes) -> Axes:
     """The memory timeline of one step."""
-    return plots.plot_memory_timeline(timeline(Workload(seqlen=seqlen), policy, device), ax=ax)
+    return plots.plot_memory_timeline(estimation.timeline(Workload(seqlen=seqlen), policy, device), ax=ax)
 
 
 def draw_roofline(*, seqlen: int, device: str, ax: Axes) -> Axes:
@@ -100,26 +105,31 @@ def draw_roofline(*, seqlen: int, device: str, ax: Axes) -> Axes:
     return plots.plot_roofline(layer_operators(Workload(seqlen=seqlen), card), card, ax=ax)
 
 
+@styled
 def draw_plan(*, budget: float, device: str, ax: Axes) -> Axes:
-    """The planner's frontier with the choice for `budget` (a share of `none`'s activation bytes) marked."""
+    """The planner's frontier, and on it the choice for `budget`, a share of `none`'s activation bytes."""
     card, workload = find_device(device), Workload()
+    none = estimate(workload, "none", card)
     costs = layer_costs(workload, card)
-    base = estimate(workload, "none", card)
-    assert base.activation_bytes is not None and base.step_s is not None
-    line = [(c.activation_bytes / 1e9, (base.step_s + c.recompute_s) * 1e3) for c in frontier(workload, card)]
-    ax.step(*zip(*line, strict=True), where="post", color="0.6")
-    choice = best(costs, budget * base.activation_bytes)
+    dress(ax, "activations kept for backward (GB)", "step time (ms)")
+    line = [_spot(c.activation_bytes, c.recompute_s, none) for c in planned(workload, card)]
+    ax.step(*zip(*line, strict=True), color="C7", where="post")
+    choice = best(costs, budget * costs.most_bytes)
     if choice is None:
-        ax.set_title(f"{budget:.0%} of none's bytes is less than block needs")
-        return ax
-    x, y = choice.activation_bytes / 1e9, (base.step_s + choice.recompute_s) * 1e3
-    ax.plot(x, y, "o", markersize=12)
-    ax.annotate(f"{x:.1f} GB, {y:.0f} ms", (x, y), xytext=(10, 10), textcoords="offset points")
-    ax.set(
-        xlabel="activation GB", ylabel="step, ms", title=f"{budget:.0%} of none's bytes: {_short(str(choice.policy))}"
-    )
+        title = f"{budget:.0%} is less than block needs"
+    else:
+        x, y = _spot(choice.activation_bytes, choice.recompute_s, none)
+        ax.plot(x, y, "o", color="C0")
+        ax.annotate(_short(str(choice.policy)), (x, y), xytext=(10, 8), textcoords="offset points", wrap=True)
+        title = f"{budget:.0%} of none's bytes: {x:.1f} GB and {y:.0f} ms"
+    head(ax, title, plots.subtitle([none]))
     return ax
 
 
-def _short(policy: str, longest: int = 60) -> str:
+def _spot(activation_bytes: float, recompute_s: float, none: StepCost) -> tuple[float, float]:
+    assert none.step_s is not None
+    return activation_bytes / 1e9, (none.step_s + recompute_s) * 1e3
+
+
+def _short(policy: str, longest: int = 44) -> str:
     return policy if len(policy) <= longest else policy[: longest - 1] + "…"

@@ -22,7 +22,7 @@ from gctutor.estimation import estimate, seconds_of, trace
 from gctutor.policies import Policy, Request, concrete, parse
 from gctutor.policies.modules import SITES
 from gctutor.results import StepCost
-from gctutor.tracing import BACKWARD, FORWARD, RECOMPUTE, Segment, StepTrace
+from gctutor.tracing import BACKWARD, FORWARD, RECOMPUTE, Kernel, Segment, StepTrace
 from gctutor.workload import Workload
 
 RESERVE_BYTES = 2_000_000_000  # for fragmentation, NCCL buffers and kernels' own workspaces: an assumption
@@ -122,12 +122,15 @@ def layer_costs(workload: Workload, device: Device) -> LayerCosts:
     names = ("none", "block", f"modules:{','.join(SITES)}")
     none, block, modules = (trace(workload, name, kind=device.kind) for name in names)
     layer = min(1, workload.n_layers - 1)
-    replay = [k for k in _segment(block, layer, BACKWARD).kernels if k.phase == RECOMPUTE]
+    replay, rest = (_replayed(step, layer) for step in (block, modules))
     kept = {site: size for (where, site), size in modules.kept.items() if where == layer}
     sites = []
     for name in SITES:
-        seconds = sum(seconds_of(k, device) for k in replay if _within(k.site, name))
-        sites.append(Site(name, sum(size for site, size in kept.items() if _within(site, name)), seconds))
+        # What is kept is not always all spared: casts of weights and inputs (autocast, LoRA) are made again.
+        whole, left = (sum(seconds_of(k, device) for k in ran if _within(k.site, name)) for ran in (replay, rest))
+        sites.append(
+            Site(name, sum(size for site, size in kept.items() if _within(site, name)), max(0.0, whole - left))
+        )
     n = workload.n_layers
     block_bytes = _segment(block, layer, FORWARD).delta
     return LayerCosts(
@@ -142,6 +145,10 @@ def layer_costs(workload: Workload, device: Device) -> LayerCosts:
 
 def _segment(step: StepTrace, layer: int, half: str) -> Segment:
     return next(s for s in step.segments if s.layer == layer and s.phase == half)
+
+
+def _replayed(step: StepTrace, layer: int) -> list[Kernel]:
+    return [k for k in _segment(step, layer, BACKWARD).kernels if k.phase == RECOMPUTE]
 
 
 def _within(site: str, name: str) -> bool:

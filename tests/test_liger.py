@@ -240,6 +240,7 @@ def test_without_liger_nothing_is_overwritten():
 
 
 @needs_liger
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["modules:all", "ops:mm,core_attn"])
 def test_the_doctor_fails_it_on_a_llama_and_passes_qwen3(tmp_path, policy):
     for kind in ("llama", "qwen3"):
@@ -256,6 +257,7 @@ def test_the_doctor_fails_it_on_a_llama_and_passes_qwen3(tmp_path, policy):
 
 
 @needs_liger
+@pytest.mark.slow
 def test_kernels_are_chosen_with_the_policy_under_the_budget_of_the_original():
     kernels = ("liger", f"{NORMS_ROPE_SWIGLU}+chunked")
     none = estimate(Workload(), "none", "H100")

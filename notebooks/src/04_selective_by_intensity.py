@@ -174,7 +174,7 @@ gt.judge(
     "G04",
     value=found,
     tolerance=0.25,
-    because=f"Not one figure is near. A GEMM's intensity grows with the tokens: at {T} rows q, k and v have "
+    because=f"None is within a quarter. A GEMM's intensity grows with the tokens: at {T} rows q, k and v have "
     f"{found['qkv_flop_per_byte']:,.0f} FLOP/byte and the MLP {found['mlp_gemm_flop_per_byte']:,.0f}, at least "
     f"{least:.1f} times what is claimed, and flash attention, which never writes the scores, "
     f"{found['attention_flop_per_byte']:,.0f}",

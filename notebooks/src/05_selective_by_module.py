@@ -419,8 +419,8 @@ check_exercise_1(answer)
 # ## The planner's frontier over every other policy
 #
 # The programme answers for any budget, so we draw its answers as a line: bytes from the sums, time as `none`'s step
-# plus the recompute. Into the same plot go the policies of the last notebooks, torchtitan's rule (`ops:every2mm,core_attn`),
-# and a few plans traced in full.
+# plus the recompute. Into the same plot go the policies of the last notebooks, torchtitan's rule
+# (`ops:every2mm,core_attn`), and a few plans traced in full.
 #
 # **Predict:** which named policies touch the planner's line?
 

@@ -1,0 +1,161 @@
+# %% [markdown]
+# # 11. Read the scorecard
+#
+# You will see every claim of the source article next to what this series showed, with the verdict that code gave.
+#
+# **Afterwards you can**
+# - tell which advice on gradient checkpointing to keep, which with a condition, and which to drop;
+# - trace each verdict to the figure and the notebook behind it;
+# - say which verdicts would change with a GPU at hand.
+#
+# **Before you start:** nothing; but each row links to the notebook that explains it.
+#
+# **Time:** 15 minutes of reading. The cells run in seconds anywhere. **Memory:** next to nothing.
+
+# %% tags=["parameters"]
+SEED = 0
+
+# %%
+import pandas as pd
+from IPython.display import Markdown, display
+
+import gctutor as gt
+from gctutor.claims import list_claims
+
+pd.set_option("display.max_colwidth", None)
+
+# %% [markdown]
+# ## How a verdict comes about
+#
+# No verdict here is an opinion. Where a notebook makes a figure, it calls `gt.judge` with the computed value and a
+# tolerance, or with a test that is true or false. The verdicts are collected, and this page only reads them:
+#
+# - **holds**: the figure agrees with the claim;
+# - **holds when …**: it does under the condition named;
+# - **does not hold**: it does not, and the reason has the figure that shows it;
+# - **not judged here**: the notebook has not been run, or the claim needs a GPU.
+#
+# Several notebooks may judge one claim. What was *measured* then outweighs what was *recorded* elsewhere, and both
+# outweigh an *estimate*.
+#
+# **Predict:** of the article's claims, what share holds as it was said?
+
+# %%
+card = gt.scorecard()
+ORDER = ["holds", "holds when", "does not hold", "not judged here"]
+card["outcome"] = [next(o for o in reversed(ORDER) if verdict.startswith(o)) for verdict in card.verdict]
+judged = card[card.outcome != "not judged here"]
+card.outcome.value_counts().reindex(ORDER, fill_value=0).rename("claims").to_frame()
+
+# %%
+Markdown(
+    f"Of {len(card)} claims {len(judged)} are judged: **{(judged.outcome == 'holds').sum()}** hold as they were said, "
+    f"**{(judged.outcome == 'holds when').sum()}** hold under a condition, "
+    f"**{(judged.outcome == 'does not hold').sum()}** do not hold."
+)
+
+# %% [markdown]
+# By part of the article:
+
+# %%
+sections = pd.crosstab(card.section, card.outcome)
+sections.reindex(index=card.section.unique(), columns=ORDER, fill_value=0).rename_axis(None, axis=1)
+
+# %% [markdown]
+# ## Every claim
+#
+# The number in the last column is the notebook where the verdict was given.
+
+
+# %%
+def cell(text):
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def line(row):
+    link = f"[{row.notebook.partition('_')[0]}]({row.notebook}.ipynb)"
+    figures = f"claimed {row.claimed}; found {row.value}. " if row.claimed and row.value else ""
+    found = f"{figures}{row.because}" if row.because else row.status
+    return f"| {row.id} | {cell(row.claim)} | **{cell(row.verdict)}** | {cell(found)} | {cell(row.source)} | {link} |"
+
+
+head = "| | the article says | verdict | what was found | source | shown in |\n|---|---|---|---|---|---|"
+for section in card.section.unique():
+    rows = card[card.section == section].itertuples()
+    display(Markdown(f"### {section}\n\n{head}\n" + "\n".join(map(line, rows))))
+
+# %% [markdown]
+# ## What is not judged, and how firm the rest is
+
+# %%
+open_claims = card[card.status != "judged"].groupby("status", sort=False).id.agg(["count", ", ".join])
+open_claims.columns = ["claims", "which"]
+display(open_claims if len(open_claims) else Markdown("Every claim is judged from real runs."))
+
+# %% [markdown]
+# - *judged from an estimate*: the claim speaks of seconds on a GPU. Bytes are exact without one; the time is a
+#   roofline, and a measured row could still change the verdict.
+# - *older than its notebook*: the notebook was edited after it gave the verdict. Run it again.
+# - *has not been run*: run the series with `gctutor notebooks run`.
+#
+# No claim that a CPU can settle may stay open once its notebook has been run:
+
+# %%
+needs = {claim.id: claim.needs for claim in list_claims()}
+ran = set(judged.notebook)
+overlooked = [
+    row.id
+    for row in card.itertuples()
+    if row.outcome == "not judged here" and needs[row.id] == "any" and row.notebook in ran
+]
+gt.check(not overlooked, f"no claim was passed over by the {len(ran)} notebooks that have given verdicts")
+gt.check(set(card.id) == set(needs), f"and all {len(needs)} claims of the article are listed")
+waiting = sorted(set(card.notebook[card.outcome == "not judged here"]) - ran)
+print("Notebooks yet to be run:", ", ".join(waiting) or "none")
+
+# %% [markdown]
+# ### Exercise: what would change your mind? (10 minutes)
+#
+# Choose a claim whose verdict surprised you. Which single figure decides it? Find it in the table, and give the value
+# at which the verdict would turn: `answer = (claim, value)`. The check takes claims with one figure, such as F02.
+
+# %% tags=["exercise"]
+answer = None  # (claim, value)
+
+
+def check_exercise_1(answer):
+    from gctutor.claims import decide
+
+    gt.check(answer is not None, "there is an answer")
+    claim_id, value = answer
+    below, above = (
+        decide(claim_id, value=value * factor, tolerance=0.1, because="an exercise").verdict for factor in (0.99, 1.01)
+    )
+    gt.check(below != above, f"at {value:,.3g} the verdict on {claim_id} turns from '{below}' to '{above}'")
+
+
+print("The exercise is yours to do: set `answer`, then run check_exercise_1(answer).")
+
+# %% tags=["solution", "hide-input"] jupyter={"source_hidden": true}
+# F02 claims 80 GB, and a tenth either way is allowed: from 72 GB upwards it would hold.
+answer = ("F02", 0.9 * 80e9)
+check_exercise_1(answer)
+
+# %% [markdown]
+# ## In three lines
+#
+# - The article's direction is right: keep what is dear to recompute, replay what is cheap, and take better kernels
+#   first.
+# - Its figures are not: several are impossible, and most others are off by more than a tenth.
+# - A claim with a computed verdict can be checked again tomorrow, on other versions and another machine.
+#
+# ## Further reading
+#
+# - T. Hoefler, R. Belli, [Scientific Benchmarking of Parallel Computing
+#   Systems](https://htor.inf.ethz.ch/publications/index.php?pub=222), 2015: twelve rules for figures others can check.
+# - PyTorch, [torch.utils.checkpoint](https://docs.pytorch.org/docs/stable/checkpoint.html).
+#
+# **Next:** your own model. `gctutor plan --help` and `gctutor doctor --help` are where to begin.
+
+# %%
+print(gt.colophon(SEED))
