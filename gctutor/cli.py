@@ -205,7 +205,8 @@ def plan(
     Example: gctutor plan --model Qwen3-8B --batch 4 --device H200 --fits-in "A100 80GB"
     """
     workload = Workload(**given)
-    from gctutor.planner import lines_to_paste, plan
+    from gctutor.paste import lines_to_paste
+    from gctutor.planner import plan
 
     limit = _limit_bytes(fits_in)
     with progress_bar(1) as progress:

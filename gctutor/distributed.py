@@ -28,7 +28,8 @@ from gctutor.errors import UserError
 from gctutor.measurement import measure
 from gctutor.policies import Policy, PolicyError, Request, parse
 from gctutor.results import Results, StepCost, provenance
-from gctutor.tracing import BACKWARD, FORWARD, GATHERED, OPTIMIZER, RECOMPUTE, StepTrace
+from gctutor.steptrace import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, StepTrace
+from gctutor.tracing import GATHERED
 from gctutor.workload import Workload
 
 POLL_S = 0.05

@@ -9,23 +9,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gzip
-import hashlib
-import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from gctutor import tracing, workload as workloads
 from gctutor.devices import Device, find_device
 from gctutor.policies import Mechanism, Policy, PolicyError, Request, concrete as named, parse
-from gctutor.results import StepCost, provenance, source_hash, version_of
-from gctutor.roofline import LINK, VIEW, Stream, Work, compute_seconds, kernel_seconds
-from gctutor.tracing import BACKWARD, BY_SITE, CATEGORIES, FORWARD, MOVING, OPTIMIZER, Kernel, Segment, StepTrace
+from gctutor.results import StepCost, provenance
+from gctutor.simulation import Timeline, simulate
+from gctutor.steptrace import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, StepTrace
+from gctutor.tracecache import cache_folder, fingerprint, load, store
 from gctutor.workload import Workload
 
 METER = "fake tensors"
@@ -80,7 +74,7 @@ def _costs(step: StepTrace, run: Timeline, device: Device) -> dict[str, Any]:
         "backward_s": run.step_s - run.forward_s,
         "step_s": run.step_s,
         "flop": step.flop(),
-        "recompute_flop": step.flop(tracing.RECOMPUTE),
+        "recompute_flop": step.flop(RECOMPUTE),
         "model_flop": step.flop(FORWARD, BACKWARD, OPTIMIZER),
         "breakdown": step.breakdown(),
     }
@@ -88,9 +82,6 @@ def _costs(step: StepTrace, run: Timeline, device: Device) -> dict[str, Any]:
 
 def too_big(peak: int, device: Device) -> str:
     return f"The step's peak is {peak / 1e9:.1f} GB; {device.name} has {device.usable_bytes / 1e9:.1f} GB."
-
-
-# --- tracing ---
 
 
 def trace(
@@ -153,11 +144,13 @@ def _remembered(
     workload: Workload, policy: Policy, kinds: tuple[Mechanism, ...], setting: Setting, folder: Path
 ) -> StepTrace:
     """The trace from this process's memory, else from `folder`, else made now and stored there."""
-    path = folder / f"{_fingerprint(workload, kinds, setting)}.json.gz"
-    stored = _load(path)
+    config = workload.config().to_json_string() if workload.model not in workloads.SIZES else ""
+    name = fingerprint(workload.to_dict(), [str(k) for k in kinds], setting.kind, setting.prepared, config)
+    path = folder / f"{name}.json.gz"
+    stored = load(path)
     if stored is None:
         stored = _trace_now(workload, policy, kinds, setting)
-        _store(stored, path)
+        store(stored, path)
     return stored
 
 
@@ -228,159 +221,6 @@ def _prepared_optimizer(workload: Workload, model: Any) -> Any:
     return optimizer
 
 
-# --- the disk cache ---
-
-
-def cache_folder() -> Path:
-    """Where traces are kept: `$GCTUTOR_CACHE`, else `gctutor` in the user's cache folder."""
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "gctutor"
-    return Path(os.environ.get("GCTUTOR_CACHE", default))
-
-
-@functools.cache
-def _code() -> str:
-    versions = [version_of(name) for name in ("torch", "transformers", "liger-kernel", "peft")]
-    return json.dumps([*versions, source_hash()])
-
-
-def _fingerprint(workload: Workload, kinds: Sequence[Mechanism], setting: Setting) -> str:
-    config = workload.config().to_json_string() if workload.model not in workloads.SIZES else ""
-    where = [setting.kind, setting.prepared]
-    text = json.dumps([workload.to_dict(), [str(k) for k in kinds], where, config, _code()], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def _store(step: StepTrace, path: Path) -> None:
-    data = dataclasses.asdict(step)
-    for name in BY_SITE:
-        data[name] = [[layer, site, size] for (layer, site), size in data[name].items()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_bytes(gzip.compress(json.dumps(data).encode(), mtime=0))
-    part.replace(path)
-
-
-def _load(path: Path) -> StepTrace | None:
-    """The stored trace, or None when there is none or it is unreadable (it is then traced again)."""
-    try:
-        data = json.loads(gzip.decompress(path.read_bytes()))
-        segments = tuple(
-            Segment(s["layer"], s["phase"], tuple(_kernel(k) for k in s["kernels"])) for s in data.pop("segments")
-        )
-        for name in BY_SITE:
-            data[name] = {(layer, site): size for layer, site, size in data[name]}
-        return StepTrace(segments=segments, **data)
-    except (OSError, EOFError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _kernel(data: dict[str, Any]) -> Kernel:
-    of = tuple((layer, tuple(part)) for layer, part in data["freed_of"])
-    return Kernel(
-        **{
-            **data,
-            "work": Work(*data["work"]),
-            "born": tuple(data["born"]),
-            "freed": tuple(data["freed"]),
-            "freed_of": of,
-        }
-    )
-
-
-# --- time ---
-
-
-@dataclass(frozen=True)
-class Span:
-    """A stretch of one phase in one place of the model, in seconds from the start of the step."""
-
-    phase: str
-    layer: int | None
-    start_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Live bytes by category at each operator of a step, and what ran when.
-
-    `seconds` and each array of `live` have one entry an operator; `peak_index` points at the highest total and
-    `peak_owner` names the call site that ran there. `busy_s` is kernel time, without gaps.
-    """
-
-    seconds: np.ndarray
-    live: dict[str, np.ndarray]
-    spans: tuple[Span, ...]
-    peak_index: int
-    peak_owner: str
-    label: str
-    forward_s: float
-    step_s: float
-    busy_s: float
-
-
-def simulate(step: StepTrace, policy: Policy, device: Device, label: str = "") -> Timeline:
-    """Run the kernels of a trace on `device` by the roofline, in order, on one stream.
-
-    The host launches one kernel every `device.launch_s` seconds, plus what the policy's mechanism costs in Python; a
-    kernel starts when it is launched and the stream is free.
-    """
-    kinds = policy.layers(step.n_layers)
-    stream = Stream(device)
-    times: list[float] = []
-    rows: list[list[int]] = []
-    level = [step.static_bytes, 0, 0, 0, 0]
-    spans: list[Span] = []
-    owners: list[str] = []
-    forward_s = 0.0
-    for segment in step.segments:
-        host = kinds[segment.layer].host_s_per_op if isinstance(segment.layer, int) else 0.0
-        for kernel in segment.kernels:
-            if kernel.work.kind != VIEW:
-                extra = host if kernel.phase != BACKWARD else 0.0
-                start, end = stream.launch(seconds_of(kernel, device), extra)
-                _extend(spans, kernel.phase, segment.layer, start, end)
-            for index, size in enumerate(kernel.born):
-                level[index + 1] += size
-            times.append(stream.now)
-            rows.append(list(level))
-            owners.append(f"{kernel.site or 'loss'} ({kernel.phase})")
-            for index, size in enumerate(kernel.freed):
-                level[index + 1] -= size
-        if segment.phase == FORWARD:
-            forward_s = stream.now
-    live = np.array(rows)
-    peak = int(live.sum(axis=1).argmax())
-    return Timeline(
-        seconds=np.array(times),
-        live={name: live[:, column] for column, name in enumerate(CATEGORIES)},
-        spans=tuple(spans),
-        peak_index=peak,
-        peak_owner=owners[peak],
-        label=label,
-        forward_s=forward_s,
-        step_s=stream.now,
-        busy_s=stream.busy_s,
-    )
-
-
-def seconds_of(kernel: Kernel, device: Device) -> float:
-    """Roofline time of a traced kernel; attention's backward has an efficiency of its own."""
-    if kernel.phase == BACKWARD and kernel.work.kind == "attention":
-        return max(
-            compute_seconds(kernel.work, device, backward=True), kernel_seconds(kernel.work._replace(flop=0), device)
-        )
-    return kernel_seconds(kernel.work, device)
-
-
-def _extend(spans: list[Span], phase: str, layer: int | str, start: float, end: float) -> None:
-    where = layer if isinstance(layer, int) else None
-    if spans and (spans[-1].phase, spans[-1].layer) == (phase, where):
-        spans[-1] = dataclasses.replace(spans[-1], end_s=end)
-    else:
-        spans.append(Span(phase, where, start, end))
-
-
 def timeline(workload: Workload, policy: str, device: str | Device = "H100") -> Timeline:
     """The estimated memory timeline of a step, for `plot_memory_timeline` and `plot_gantt`."""
     device = find_device(device) if isinstance(device, str) else device
@@ -391,6 +231,3 @@ def timeline(workload: Workload, policy: str, device: str | Device = "H100") -> 
         concrete = resolve(concrete, workload, device)
     step = trace(workload, concrete, kind=device.kind)
     return simulate(step, concrete, device, f"{workload.label}, {policy}, estimated for {device.name}")
-
-
-__all__ = ["LINK", "MOVING", "Span", "Timeline", "cache_folder", "estimate", "shorten", "simulate", "timeline", "trace"]

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from gctutor import estimation, plots
 from gctutor.devices import find_device
 from gctutor.operators import layer_operators
-from gctutor.planner import best, frontier, layer_costs
+from gctutor.optimum import best, frontier, layer_costs
 from gctutor.plots.canvas import dress, head
 from gctutor.plots.style import styled
 from gctutor.results import Results, StepCost

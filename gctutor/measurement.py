@@ -17,7 +17,7 @@ from gctutor import tracing, workload as workloads
 from gctutor.errors import UserError
 from gctutor.policies import Policy, Request, parse
 from gctutor.results import Results, StepCost, provenance
-from gctutor.tracing import BACKWARD, FORWARD, OPTIMIZER
+from gctutor.steptrace import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE
 from gctutor.workload import Workload
 
 WARM_UP_STEPS = 2
@@ -205,7 +205,7 @@ class Bench:
             "activation_bytes": trace.activation_bytes,
             "peak_bytes": trace.peak_bytes,
             "flop": trace.flop(),
-            "recompute_flop": trace.flop(tracing.RECOMPUTE),
+            "recompute_flop": trace.flop(RECOMPUTE),
             "model_flop": trace.flop(FORWARD, BACKWARD, OPTIMIZER),
             "breakdown": trace.breakdown(),
         }

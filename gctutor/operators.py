@@ -6,9 +6,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from gctutor.devices import Device, find_device
-from gctutor.estimation import seconds_of, trace
+from gctutor.estimation import trace
 from gctutor.roofline import VIEW
-from gctutor.tracing import FORWARD, Kernel
+from gctutor.simulation import seconds_of
+from gctutor.steptrace import FORWARD, Kernel
 from gctutor.workload import Workload
 
 

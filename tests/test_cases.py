@@ -21,7 +21,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from gctutor import measure, parse
 from gctutor.diagnosis import doctor
 from gctutor.policies import PolicyError
-from gctutor.tracing import FORWARD, trace_step
+from gctutor.steptrace import FORWARD
+from gctutor.tracing import trace_step
 from gctutor.workload import Workload
 
 MM = torch.ops.aten.mm

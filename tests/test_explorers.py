@@ -57,7 +57,7 @@ def test_a_run_of_the_series_has_no_front_end(monkeypatch):
 @pytest.mark.parametrize(
     ("picture", "values", "words"),
     [
-        (functools.partial(explorers.draw_costs, ["none", "block"]), {"batch": 1, "seqlen": 1024}, "less memory"),
+        (functools.partial(explorers.draw_costs, ["none", "block"]), {"batch": 1, "seqlen": 1024}, "1 × 1024"),
         (explorers.draw_timeline, {"policy": "block", "seqlen": 1024}, ""),
         (explorers.draw_roofline, {"seqlen": 1024}, ""),
         (explorers.draw_plan, {"budget": 0.5}, "50% of none's bytes"),

@@ -10,21 +10,13 @@ from hypothesis import given, settings, strategies as st
 from gctutor import planner
 from gctutor.devices import find_device
 from gctutor.errors import UserError
-from gctutor.estimation import seconds_of, trace
-from gctutor.planner import (
-    Choice,
-    LayerCosts,
-    Site,
-    best,
-    frontier,
-    greedy,
-    layer_costs,
-    lines_to_paste,
-    plan,
-    resolve,
-)
+from gctutor.estimation import trace
+from gctutor.optimum import Choice, LayerCosts, Site, best, frontier, greedy, layer_costs
+from gctutor.paste import lines_to_paste
+from gctutor.planner import plan, resolve
 from gctutor.policies import PolicyError, catalogue, concrete, parse
 from gctutor.policies.modules import ALL
+from gctutor.simulation import seconds_of
 from gctutor.workload import Workload
 
 NANO = Workload("nano", seqlen=128)

@@ -20,7 +20,7 @@ from gctutor.errors import UserError
 from gctutor.gradients import Gradients, LayerGradient, compare_gradients, gradients_of, live_gradients
 from gctutor.policies import Mechanism, Policy, PolicyError, Request, parse
 from gctutor.policies.core import ACTIVE, attributes, foreign_checkpointing
-from gctutor.tracing import RECOMPUTE, StepTrace
+from gctutor.steptrace import RECOMPUTE, StepTrace
 from gctutor.workload import Workload, decoder_layers, quiet_transformers
 
 STAGES = 5  # that `progress` is told of

@@ -16,7 +16,7 @@ import torch
 from gctutor import estimation, tracing, workload as workloads
 from gctutor.errors import UserError
 from gctutor.policies import Policy
-from gctutor.tracing import StepTrace
+from gctutor.steptrace import StepTrace
 from gctutor.workload import Workload
 
 CPU_FLOP = 1e12  # a step of more takes minutes on a CPU

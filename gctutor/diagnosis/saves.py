@@ -14,7 +14,7 @@ from gctutor.policies import Mechanism, Policy
 from gctutor.policies.modules import Modules
 from gctutor.policies.ops import EVERY_SECOND_MM, Ops, operators
 from gctutor.roofline import ATTENTION, GEMM
-from gctutor.tracing import FORWARD, RECOMPUTE, Kernel, StepTrace
+from gctutor.steptrace import FORWARD, RECOMPUTE, Kernel, StepTrace
 from gctutor.workload import decoder_layers
 
 if TYPE_CHECKING:

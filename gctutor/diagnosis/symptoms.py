@@ -14,7 +14,7 @@ from gctutor.diagnosis.report import FAULT, OK, WARNING, Finding, readable
 from gctutor.policies import Policy
 from gctutor.policies.block import Block
 from gctutor.roofline import VIEW
-from gctutor.tracing import BACKWARD, RECOMPUTE, StepTrace
+from gctutor.steptrace import BACKWARD, RECOMPUTE, StepTrace
 
 if TYPE_CHECKING:
     from gctutor.diagnosis.examination import With, Without

@@ -14,7 +14,7 @@ from gctutor.plots.style import PHASE_COLOR, line_looks, readable, styled
 from gctutor.plots.words import GB, MS, brief, more_or_less, number, percent, policy_lines
 
 if TYPE_CHECKING:
-    from gctutor.estimation import Span, Timeline
+    from gctutor.simulation import Span, Timeline
 
 
 @styled

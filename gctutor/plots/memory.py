@@ -32,7 +32,7 @@ from gctutor.plots.words import GB, MS, NBSP, more_or_less, number, policy_lines
 from gctutor.results import Results, StepCost
 
 if TYPE_CHECKING:
-    from gctutor.estimation import Span, Timeline
+    from gctutor.simulation import Span, Timeline
 
 _PART_COLORS = (ORANGE, PURPLE, SKY, GREEN, YELLOW, BLUE, VERMILLION, "#999999")
 

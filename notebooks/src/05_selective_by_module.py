@@ -52,7 +52,7 @@ from IPython.display import Markdown, display
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import gctutor as gt
-from gctutor import planner, plots
+from gctutor import optimum, plots
 from gctutor.measurement import default_device
 from gctutor.tracing import trace_step
 from gctutor.workload import build, decoder_layers, inputs
@@ -326,7 +326,7 @@ gt.judge(
 # **Predict:** which site yields most per byte? And what does `down_proj` yield?
 
 # %%
-costs = planner.layer_costs(workload, device)
+costs = optimum.layer_costs(workload, device)
 sites = pd.DataFrame(
     {
         site.name: {
@@ -385,7 +385,7 @@ gt.check(str(gt.parse(planned.resolved)) == planned.resolved, "the plan is a pol
 # ### Exercise 1: believe no solver (15 minutes)
 #
 # Check it by brute force. `tiny` below is the same problem with two layers and four sites. Try every choice,
-# `planner.Choice(tiny, k0, (k1, k2, k3, k4))`; it knows its `activation_bytes` and `recompute_s`. What is the least
+# `optimum.Choice(tiny, k0, (k1, k2, k3, k4))`; it knows its `activation_bytes` and `recompute_s`. What is the least
 # recompute time within `limit` bytes?
 
 # %% tags=["exercise"]
@@ -396,7 +396,7 @@ answer = None  # seconds
 
 def check_exercise_1(answer):
     gt.check(answer is not None, "there is an answer")
-    exact = planner.best(tiny, limit)
+    exact = optimum.best(tiny, limit)
     gt.check_close(
         exact.recompute_s, answer, rel=1e-9, what="least recompute time in seconds, solver against brute force"
     )
@@ -407,7 +407,7 @@ print("Exercise 1 is yours to do: set `answer`, then run check_exercise_1(answer
 # %% tags=["solution", "hide-input"] jupyter={"source_hidden": true}
 layers = range(tiny.n_layers + 1)
 choices = [
-    planner.Choice(tiny, left_alone, kept)
+    optimum.Choice(tiny, left_alone, kept)
     for left_alone in layers
     for kept in itertools.product(layers, repeat=len(tiny.sites))
     if left_alone + max(kept) <= tiny.n_layers
@@ -432,7 +432,7 @@ slack = costs.most_bytes - none.activation_bytes  # the sums take the first laye
 
 def above_the_line(row):
     """Seconds by which a policy is slower than the planner's answer with the same bytes."""
-    return row.step_s - none.step_s - planner.best(costs, row.activation_bytes + slack).recompute_s
+    return row.step_s - none.step_s - optimum.best(costs, row.activation_bytes + slack).recompute_s
 
 
 above = {row.policy: above_the_line(row) for row in named}
@@ -462,7 +462,7 @@ gt.check(min(above.values()) > -1e-4, "no named policy lies below the line (with
 duels = {}
 for policy in ["block/2", "sub:mlp", "sub:norms", "ops:every2mm,core_attn"]:
     row = named[policy]
-    rival = gt.estimate(workload, planner.best(costs, row.activation_bytes).policy, DEVICE)
+    rival = gt.estimate(workload, optimum.best(costs, row.activation_bytes).policy, DEVICE)
     duels[policy] = {
         "its bytes (GB)": row.activation_bytes / 1e9,
         "the planner's (GB)": rival.activation_bytes / 1e9,
@@ -484,7 +484,7 @@ gt.check((duels["the planner's (ms)"] < duels["its step (ms)"]).all(), "and is f
 gaps = {}
 for share in GREEDY_SHARES:
     allowed = share * none.activation_bytes
-    exact, ranked = planner.best(costs, allowed), planner.greedy(costs, allowed)
+    exact, ranked = optimum.best(costs, allowed), optimum.greedy(costs, allowed)
     gaps[share] = {"exact (ms)": 1e3 * exact.recompute_s, "greedy (ms)": 1e3 * ranked.recompute_s}
 gaps = pd.DataFrame(gaps).T.rename_axis("share of none's bytes")
 gaps["gap (ms)"] = gaps["greedy (ms)"] - gaps["exact (ms)"]
@@ -503,7 +503,7 @@ Markdown(
 # ### Exercise 2: what attention is worth at 16k tokens (10 minutes)
 #
 # At four times the tokens, how many times as many seconds per byte does keeping attention yield as keeping `gate_proj`?
-# Predict first; `planner.layer_costs` answers for any workload.
+# Predict first; `optimum.layer_costs` answers for any workload.
 
 # %% tags=["exercise"]
 answer = None  # a ratio
@@ -511,7 +511,7 @@ answer = None  # a ratio
 
 def check_exercise_2(answer):
     gt.check(answer is not None, "there is an answer")
-    found = {site.name: site for site in planner.layer_costs(workload.replace(seqlen=4 * SEQLEN), device).sites}
+    found = {site.name: site for site in optimum.layer_costs(workload.replace(seqlen=4 * SEQLEN), device).sites}
     ratio = found["core_attn"].seconds_per_gb / found["gate_proj"].seconds_per_gb
     gt.check_close(answer, ratio, rel=0.02, what="yield of attention over yield of gate_proj")
 

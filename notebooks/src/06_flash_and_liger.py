@@ -51,10 +51,10 @@ from transformers import LlamaConfig
 import gctutor as gt
 from gctutor import plots
 from gctutor.claims import run_folder
-from gctutor.estimation import seconds_of
 from gctutor.gradients import gradients_of
 from gctutor.measurement import default_device
-from gctutor.planner import layer_costs
+from gctutor.optimum import layer_costs
+from gctutor.simulation import seconds_of
 from gctutor.workload import build, inputs
 
 pd.set_option("display.max_colwidth", None)

@@ -433,7 +433,8 @@ with plots.notebook():
     ax.set_xlim(right=GPUS[-1] * 2)
     saved = {p: rows[GPUS[0]].peak_bytes - rows[GPUS[-1]].peak_bytes for p, rows in peaks.items()}
     gap = {n: (peaks["none"][n].peak_bytes - peaks["block"][n].peak_bytes) / 1e9 for n in (GPUS[0], GPUS[-1])}
-    finding = f"Sharding leaves activations whole: at {GPUS[-1]} GPUs checkpointing still saves {gap[GPUS[-1]]:.0f} GB on each"
+    still = f"at {GPUS[-1]} GPUs checkpointing still saves {gap[GPUS[-1]]:.0f} GB on each"
+    finding = f"Sharding leaves activations whole: {still}"
     head(ax, finding, f"{full.label}, FSDP2, estimated for {peaks['none'][GPUS[0]].device}")
     plots.save_figure(fig, "10_memory_per_gpu", FIGURES, alt=finding)
     plt.show()
