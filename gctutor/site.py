@@ -67,20 +67,20 @@ def title_of(book: NotebookNode) -> str:
 
 def _body(book: NotebookNode) -> str:
     body, _ = HTMLExporter(template_name="basic", embed_images=True).from_notebook_node(_folded(book))
+    for mark, tag in FOLD.items():
+        body = body.replace(mark, tag)
     return _local_links(_formulas(body))
 
 
+FOLD = {"@@solution@@": "<details><summary>Solution</summary>", "@@end of solution@@": "</details>"}
+
+
 def _folded(book: NotebookNode) -> NotebookNode:
-    """Solutions folded behind a summary: HTML round each cell so tagged."""
+    """Solutions between marks that become a folded section: nbconvert escapes tags in raw cells."""
+    before, after = map(nbformat.v4.new_raw_cell, FOLD)
     cells = []
     for cell in book.cells:
-        if "solution" in cell.metadata.get("tags", []):
-            opening, closing = "<details><summary>Solution</summary>", "</details>"
-            cells += [nbformat.v4.new_raw_cell(opening), cell, nbformat.v4.new_raw_cell(closing)]
-            for raw in (cells[-3], cells[-1]):
-                raw.metadata["raw_mimetype"] = "text/html"
-        else:
-            cells.append(cell)
+        cells += [before, cell, after] if "solution" in cell.metadata.get("tags", []) else [cell]
     return nbformat.from_dict({**book, "cells": cells})
 
 
