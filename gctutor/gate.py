@@ -2,7 +2,7 @@
 
 The yardstick is computed, not chosen. Where the bits differ, the step is run once more in a wider precision, and each
 layer may be as far from that reference as two roundings take it: twice as far as the same step without recompute. The
-factor is the triangle inequality's: a replay that differs adds at most one more rounding of the same forward.
+factor is the triangle inequality's: as a rule a replay that differs adds about one more rounding of the same forward.
 """
 
 from __future__ import annotations

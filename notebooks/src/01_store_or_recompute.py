@@ -185,7 +185,8 @@ work
 #
 # With checkpointing, the textbook adds one more forward: **4 T_f**, a third more. But the table shows less. The replay
 # in the backward pass stopped when `a` was there: the last product's *result* is needed by nobody, so it was not
-# computed again. This is **early stop**, and in a real transformer it saves a quarter of the replay (notebook 2).
+# computed again. This is **early stop**. In a real transformer it saves about a quarter of the replay's matrix
+# products, as notebook 2 counts.
 
 # %% tags=["exact"]
 toy_step, checkpointed_step = work["step in forwards"]
@@ -233,7 +234,8 @@ check_exercise_1(answer)
 # The real thing has a few hundred operators in each of its decoder layers, 36 layers, and no laptop to run on. We look
 # at it the same way nevertheless. `gt.trace` runs Hugging Face's own Qwen3 code on **fake tensors**: they have a shape
 # and a type but no memory, so the whole model fits anywhere. Every operator is recorded as it passes, with what it
-# makes and what is still alive later. Nothing about memory is modelled: it is counted.
+# makes and what is still alive later. It is filed under its **call site**: the module of the layer in whose `forward`
+# it ran, such as `mlp.gate_proj`. Nothing about memory is modelled: it is counted.
 
 # %%
 workload = gt.Workload(MODEL, batch=BATCH, seqlen=SEQLEN)
@@ -252,7 +254,8 @@ why = {
     "self_attn.q_norm": "the same for the queries, whose norm is per head",
     "self_attn.k_norm": "the same for the keys",
     "self_attn.v_proj": "the values: attention's backward needs them",
-    "self_attn": "queries and keys after the rotary embedding: attention's backward needs them",
+    "self_attn": "queries and keys after the rotary embedding, which turns each by an angle that tells its position: "
+    "attention's backward needs them",
     "self_attn.core_attn": "attention's result, needed by o_proj, and one number a row for its own backward",
     "post_attention_layernorm": "as input_layernorm, its output being needed by gate_proj and up_proj",
     "mlp.gate_proj": "needed for the slope of silu",
@@ -290,8 +293,9 @@ gt.check(
 )
 
 # %% [markdown]
-# It is the toy again, only longer: who multiplies keeps its factors, who is curved keeps its input. Note who is
-# *missing*: `down_proj`, `o_proj` and the two additions of the residual stream. Nobody needs their results in the
+# It is the toy again, only longer: a product keeps its two factors; a non-linear function such as silu keeps its input.
+# Note what is *missing*: the results of `down_proj` and `o_proj`, and of the two additions to the **residual stream**
+# (the layer's input, which runs past attention and MLP and takes up the result of each). Nobody needs them in the
 # backward pass.
 #
 # So there is a third way besides storing and computing again: dropping what nobody will ask for. How much of what a
@@ -344,7 +348,8 @@ flops.round(3)
 Markdown(
     f"One forward is {t_f / 1e12:.1f} TFLOP. The step without checkpointing is **{flops.step['none']:.2f} T_f**: "
     f"two products backward for each forward, and attention's backward does 2.5 times its forward. "
-    f"`block` is **{flops.step['block']:.2f} T_f**, not 4: early stop, and the output head lies outside the layers. "
+    f"`block` is **{flops.step['block']:.2f} T_f**, not 4: early stop, and the output head lies outside the layers "
+    f"(`lm_head`, the product that makes one number for every entry of the vocabulary). "
     f"`modules:all` replays no matrix product at all: **{flops.step['modules:all']:.2f} T_f**."
 )
 
@@ -585,7 +590,8 @@ gt.check(min(curves["none"][-4:]) < 0.9 * curves["none"][0], "and the model lear
 #
 # So far the bytes came from fake tensors. Now real ones: on a machine with a GPU this cell runs the full model,
 # elsewhere it runs `nano` on the CPU. On a GPU the bytes are read from CUDA's allocator, on a CPU they are counted by
-# the tracer on the real tensors, in a step that is not timed.
+# the tracer on the real tensors, in a step that is not timed. On a CPU this tests that fake and real tensors agree, not
+# the allocator.
 #
 # **Predict:** by how many bytes will the prediction be off?
 
@@ -618,12 +624,15 @@ for row in fitting:
     )
 
 # %% [markdown]
-# Bytes are exact, so they can be planned with. Times on a shared CPU are noisy: take the order of the policies from
-# them, not the digits.
+# These are bytes of live tensors. They are exact, so they can be planned with, but they are not the whole story: an
+# out-of-memory error is decided by what CUDA's allocator has *reserved*, and that includes rounding, fragmentation, the
+# kernels' workspaces and communication buffers. Notebook 7's planner leaves a stated reserve for them.
+#
+# Times on a shared CPU are noisy: take the order of the policies from them, not the digits.
 #
 # ## In three lines
 #
-# - A training step keeps the factors of every product and the input of every curve; in Qwen3-8B a layer keeps many
+# - A product keeps its two factors, a non-linear function such as silu keeps its input; in Qwen3-8B a layer keeps many
 #   times its input, and dropping all but the input is what checkpointing does.
 # - The price is replayed work, β forwards on top of three. It is below one, since nobody replays what nobody needs, and
 #   it can be small if the expensive results are kept.

@@ -56,9 +56,13 @@ from gctutor.workload import build, inputs
 #
 # Take `gate_proj`: it multiplies $T$ rows of width $h$ by a weight of $h \times m$. A multiplication and an addition
 # for each of $T h m$ pairs make $2 T h m$ FLOP. Input, weight and output pass through memory once, in bf16, two bytes
-# each.
+# each. (Such a product of two matrices is a **GEMM**, a general matrix multiplication.)
 #
-# **Predict:** with $T = 4096$ tokens, is `gate_proj`'s intensity nearer to 50, 500 or 5000?
+# A GPU has an intensity, too: the FLOP it can do while it moves one byte, its **ridge**. An operator left of the ridge
+# (below it) waits for memory, one right of it for arithmetic.
+#
+# **Predict:** at the sequence length of the parameters, does `gate_proj` lie left or right of the card's ridge, and by
+# what factor?
 
 # %% tags=["exact"]
 workload = gt.Workload(MODEL, batch=BATCH, seqlen=SEQLEN)
@@ -68,8 +72,16 @@ T, h, m = workload.tokens, config.hidden_size, config.intermediate_size
 by_formula = (2 * T * h * m) / (2 * (T * h + h * m + T * m))
 operators = layer_operators(workload, DEVICE)
 by_site = {op.site: op for op in operators}
+device, other = gt.find_device(DEVICE), gt.find_device(OTHER_DEVICE)
 gt.check_close(
     by_site["mlp.gate_proj"].intensity, by_formula, rel=1e-9, what="gate_proj, FLOP/byte, from the trace and by formula"
+)
+side, factor = (
+    ("right", by_formula / device.ridge()) if by_formula > device.ridge() else ("left", device.ridge() / by_formula)
+)
+Markdown(
+    f"With {T} tokens `gate_proj` does {by_formula:,.0f} FLOP for each byte. The ridge of {device.name} is at "
+    f"{device.ridge():.0f} (data sheet): `gate_proj` lies {side} of it, by a factor of {factor:.1f}."
 )
 
 # %% [markdown]
@@ -78,7 +90,6 @@ gt.check_close(
 # is eight small operators, one after another, and each of them goes through memory.
 
 # %%
-device, other = gt.find_device(DEVICE), gt.find_device(OTHER_DEVICE)
 table = pd.DataFrame(
     [
         {
@@ -100,8 +111,8 @@ table.round({"GFLOP": 1, "MB moved": 0, "FLOP/byte": 2, "time (µs)": 0})
 # ## The roofline
 #
 # A GPU has a rate of arithmetic and a rate of memory. An operator of intensity $I$ can do at most
-# $\min(\text{FLOP/s},\ I \times \text{bytes/s})$: a slope that ends in a flat roof. The corner is the **ridge**. Left
-# of it memory decides (*memory-bound*), right of it arithmetic (*compute-bound*).
+# $\min(\text{FLOP/s},\ I \times \text{bytes/s})$: a slope that ends in a flat roof. The corner is the ridge. Left of it
+# memory decides (*memory-bound*), right of it arithmetic (*compute-bound*).
 #
 # **Predict:** how much of the layer's forward time is spent left of the ridge, where there is hardly any arithmetic?
 
@@ -191,7 +202,7 @@ gt.check(
 # ## Rank by what a recompute buys
 #
 # **Recompute ROI** is the bytes a call site keeps over the seconds it takes to run it again. High ROI: let it go. Low
-# ROI: keep it.
+# ROI: keep it. (The exchange rate of notebook 3, ms for a GB freed, is the same quotient the other way up.)
 #
 # **Predict:** which call site comes first, and which last?
 
@@ -220,7 +231,9 @@ gt.check(
 # of its own. Yet when the layer is replayed, that product runs again, and keeping its result would spare it. What
 # matters is the bytes that *keeping a result* adds to a replayed layer, against the seconds it saves there.
 #
-# *Almost free is not free.* Here is the bill for replaying everything that is light:
+# *Almost free is not free.* Here is the bill for replaying everything that is light. In this series such a checkpoint
+# is called `ops:mm,core_attn`: it keeps the results of the matrix products (`mm`) and of attention (`core_attn`) and
+# replays all else. Further down you write it by hand.
 
 # %%
 none, block = gt.estimate(workload, "none", DEVICE), gt.estimate(workload, "block", DEVICE)
@@ -241,7 +254,7 @@ gt.judge(
     "T04",
     value={"recompute_over_forward_ratio": beta, "extra_time_share": extra_s / none.step_s},
     tolerance=0.05,
-    because=f"The recompute is {beta:.2f} of a forward, but the article's β of 0.1 to 0.3 over a step of three "
+    because=f"The extra time is {beta:.2f} forwards, but the article's β of 0.1 to 0.3 over a step of three "
     f"forwards is {0.1 / 3:.0%} to {0.3 / 3:.0%} more time by its own arithmetic; "
     f"here it is {extra_s / none.step_s:.1%}",
     device=device.name,
@@ -416,8 +429,9 @@ gt.check(unmatched.status == "refused", "a name that matches nothing is an error
 # ### Exercise 1: every second product (15 minutes)
 #
 # torchtitan's rule saves every second `mm` of a layer: the first, the third, and so on, and attention. The function
-# must count, so it has a state, and the state must begin anew in each layer. Fill in `contexts`, which Hugging Face
-# calls once for each layer and step: return the two contexts of a policy function with a fresh counter.
+# must count, so it has a state, and the state must begin anew in each layer. Set `answer` to a function without
+# arguments that returns the two contexts of a policy function with a fresh counter: Hugging Face calls it, as
+# `context_fn`, once for each layer and step.
 
 # %% tags=["exercise"]
 answer = None  # a function without arguments
@@ -629,18 +643,19 @@ for row in fitting:
 # %% [markdown]
 # ## In three lines
 #
-# - Matrix products and attention sit far right of the ridge, everything else far left: recompute the light, keep the
-#   heavy.
+# - At thousands of tokens matrix products and attention sit right of the ridge, everything else far left: recompute
+#   the light, keep the heavy.
 # - A policy function must be given overloads (`mm.default`), and only counting shows that it matched.
 # - Intensity is a guide, not a price: the price is seconds per byte in a replay that stops early.
 #
 # ## Further reading
 #
-# - S. Williams, A. Waterman, D. Patterson, [Roofline: an insightful visual performance
-#   model](https://doi.org/10.1145/1498765.1498785), 2009. - PyTorch, [Current and new activation checkpointing
-# techniques](https://pytorch.org/blog/activation-checkpointing-techniques/),   2025;
-# [torch.utils.checkpoint](https://docs.pytorch.org/docs/stable/checkpoint.html). - T. Dao et al.,
-# [FlashAttention](https://arxiv.org/abs/2205.14135), 2022: attention that never writes its scores.
+# - S. Williams, A. Waterman, D. Patterson,
+#   [Roofline: an insightful visual performance model](https://doi.org/10.1145/1498765.1498785), 2009.
+# - PyTorch,
+#   [Current and new activation checkpointing techniques](https://pytorch.org/blog/activation-checkpointing-techniques/),
+#   2025, and [torch.utils.checkpoint](https://docs.pytorch.org/docs/stable/checkpoint.html).
+# - T. Dao et al., [FlashAttention](https://arxiv.org/abs/2205.14135), 2022: attention that never writes its scores.
 #
 # **Next:** [5. Choose modules, and let the planner meet a budget](05_selective_by_module.ipynb)
 

@@ -1,16 +1,20 @@
 # %% [markdown]
-# # Reproduce, recognise and avoid the random-number and reentrant traps
+# # 8. Reproduce, recognise and avoid the random-number and reentrant traps
 #
-# You will break a tiny Qwen3 in a dozen ways that people have really reported, see what each looks like from the
+# You will break a tiny Qwen3 in eleven ways that people have really reported, see what each looks like from the
 # outside, and repair it.
 #
-# **Afterwards you can** say which random generators a recompute restores and which it does not; choose between the two
-# implementations of checkpointing and defend the choice; spot wrong gradients although the loss is right; and switch
-# checkpointing on and off without leaving anything behind.
+# **Afterwards you can**
+# - say which random generators a recompute restores and which it does not;
+# - choose between the two implementations of checkpointing and defend the choice;
+# - spot wrong gradients although the loss is right;
+# - switch checkpointing on and off without leaving anything behind.
 #
-# *Prerequisites*: notebook 02. *Time*: reading 30 minutes; running under a minute on a CPU or a GPU. *Memory*: 1 GB.
-# Everything here is about autograd's mechanics, so it runs on the CPU whatever the machine; only the section on
-# generators also visits the GPU where there is one. All numbers are measured here, on this model.
+# **Before you start:** [notebook 2](02_block_checkpointing.ipynb): the switch, and early stop.
+#
+# **Time:** 30 minutes of reading. The cells run in under a minute on a CPU or a GPU.
+# **Memory:** 1 GB of RAM. Everything here is about autograd's mechanics, so it runs on the CPU whatever the machine;
+# only the section on generators also visits the GPU where there is one. All numbers are measured here, on this model.
 
 # %% tags=["parameters"]
 SEED = 0
@@ -27,6 +31,7 @@ import warnings
 import numpy as np
 import pandas as pd
 import torch
+import transformers
 from IPython.display import Markdown, display
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
@@ -46,14 +51,17 @@ batch = {"input_ids": ids, "labels": ids}
 #
 # - **reentrant** (2018): the region runs without recording a graph; in backward the replay records one, and backward
 #   is called *inside* backward, which gives the name;
-# - **non-reentrant** (2022): the region records its graph as usual, but each saved tensor is replaced by a promise; the
-#   first promise that is called in runs the replay.
+# - **non-reentrant** (2022): the region records its graph as usual, but each saved tensor is replaced by a placeholder;
+#   the first placeholder that backward asks for its tensor starts the replay.
 #
 # Both are reached through `torch.utils.checkpoint.checkpoint(..., use_reentrant=...)`, and in Hugging Face models
-# through `model.activation_checkpointing_enable({"use_reentrant": ...})`. The model below has four layers and takes
-# milliseconds a step, so that it can be broken often. `step_of` runs one seeded step and returns its loss and
-# gradients; `.off(...)` gives the relative distance of another step's gradient. `doctor` examines a model as it stands;
-# you can call it on your own, and at each trap below you will see the sentence to look for.
+# through `model.activation_checkpointing_enable({"use_reentrant": ...})`. Only recent releases of transformers have
+# that method; where it is missing, `gradient_checkpointing_enable` takes the same dictionary.
+#
+# The model below has a few narrow layers and takes milliseconds a step, so that it can be broken often. `step_of` runs
+# one seeded step and returns its loss and gradients; `.off(...)` gives the relative distance of another step's
+# gradient. `doctor` examines a model as it stands; you can call it on your own, and at most traps below you will see
+# the sentence to look for.
 
 
 # %%
@@ -252,8 +260,9 @@ gt.check(noisy_step(SOURCES["numpy"]).same_bits(repaired), "numpy's state restor
 # %% [markdown]
 # ## Trap 3: keyword arguments that choose the implementation for you
 #
-# Hugging Face's switch defaults to non-reentrant. But its default is a whole dictionary: pass your own, for whatever
-# reason, and what you leave out falls back to *PyTorch's* default, which is reentrant.
+# Hugging Face's switch defaults to non-reentrant (since [transformers#43203](https://github.com/huggingface/transformers/pull/43203);
+# to reentrant before it). But its default is a whole dictionary: pass your own, for whatever reason, and what you leave
+# out falls back to *PyTorch's* default, which is reentrant.
 #
 # **Predict** which of these four lines trains with the reentrant implementation.
 
@@ -270,9 +279,9 @@ pd.DataFrame(
 )
 
 # %% [markdown]
-# The count of matrix products gives it away. Backward needs 58 of its own in this model; the non-reentrant replay stops
-# as soon as the last saved tensor is there (*early stop*) and never runs `down_proj` again; the reentrant replay runs
-# everything. PyTorch does warn, once per call, in a log where nobody reads it.
+# The count of matrix products gives it away. Backward has products of its own, the first count below; the non-reentrant
+# replay stops as soon as the last saved tensor is there (*early stop*) and never runs `down_proj` again; the reentrant
+# replay runs everything. PyTorch does warn, once per call, in a log where nobody reads it.
 
 # %%
 (_, none_mm), (_, block_mm) = matmuls(tiny(), batch), choices[str({"use_reentrant": False})][0]
@@ -392,13 +401,16 @@ for name, switch in {
 pd.DataFrame(counts).T
 
 # %% [markdown]
-# Hooks on the layer itself fire once, because Hugging Face checkpoints the layer's `forward` and hooks sit outside it.
-# Inside, each forward hook fires twice. And at `down_proj` the non-reentrant counts are uneven: the replay enters it
-# (one more *pre* hook) but early stop leaves before its forward hook. Code that pairs the two, a timer or a stack of
-# module names, ends up out of step. Backward hooks fire once everywhere.
+# Hooks on the layer itself fire once, because the release of transformers used here (the next cell names it)
+# checkpoints the layer's `forward`, and hooks sit outside it. (In older releases the hooks were inside, too.)
+#
+# Inside the layer, each forward hook fires twice. And at `down_proj` the non-reentrant counts are uneven: the replay
+# enters it (one more *pre* hook) but early stop leaves before its forward hook. Code that pairs the two, a timer or a
+# stack of module names, ends up out of step. Backward hooks fire once everywhere.
 
 # %%
-gt.check(counts["non-reentrant", "layer"]["forward"] == 1, "the layer's own hook fires once")
+version = transformers.__version__
+gt.check(counts["non-reentrant", "layer"]["forward"] == 1, f"in transformers {version} the layer's own hook fires once")
 gt.check(counts["non-reentrant", "q_proj"]["forward"] == counts["reentrant", "q_proj"]["forward"] == 2, "inside: twice")
 uneven = counts["non-reentrant", "down_proj"]
 gt.check(uneven["forward pre"] == 2 and uneven["forward"] == 1, "early stop leaves down_proj's hooks uneven")
@@ -838,16 +850,17 @@ check_exercise_2(safe)
 # %% [markdown]
 # ## In three lines
 #
-# - A recompute restores torch's default generators and nothing else; the loss is right even when the gradients are not.
+# - Of the sources of chance, a recompute restores torch's default generators only (CPU and the inputs' devices).
 # - Write `use_reentrant=False` out: the other implementation needs care with inputs, outputs, hooks and frozen layers.
-# - Compare gradients once before you train, and count what backward runs: neither trap shows in the loss.
+# - Compare gradients once before you train, and count what backward runs: the worst of these traps leave that step's
+#   loss untouched.
 #
 # **Further reading**: [torch.utils.checkpoint](https://docs.pytorch.org/docs/stable/checkpoint.html), whose notes list
 # the differences; [Chen et al. 2016](https://arxiv.org/abs/1604.06174), where it began;
 # [saved-tensor hooks](https://docs.pytorch.org/tutorials/intermediate/autograd_saved_tensors_hooks_tutorial.html), on
 # which the non-reentrant one is built; [activation checkpointing techniques in PyTorch](https://pytorch.org/blog/activation-checkpointing-techniques/).
 #
-# **Next**: `09_pitfalls_bf16`, where the gradients differ a little and you must say whether that is allowed.
+# **Next:** [9. Tell rounding from a bug: bf16 gradients under recompute](09_pitfalls_bf16.ipynb)
 
 # %%
 print(gt.colophon(SEED))

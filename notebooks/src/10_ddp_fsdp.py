@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # Combine gradient checkpointing with DDP and FSDP2
+# # 10. Combine gradient checkpointing with DDP and FSDP2
 #
 # You start two real training processes from this page, walk into the traps that checkpointing has in store for
 # distributed training, and leave with an estimate of the memory that Qwen3-8B needs on each of 1 to 64 GPUs.
