@@ -24,11 +24,11 @@ BUDGET = 0.4
 SHARES = [0.25, 0.4, 0.6]
 GREEDY_SHARES = [0.15, 0.25, 0.4, 0.6, 0.8]
 SHORT = {
-    "cpu": {"model": "nano", "batch": 1, "seqlen": 32, "precision": "fp32"},
+    "cpu": {"model": "nano", "layers": 4, "batch": 1, "seqlen": 32, "precision": "fp32"},
     "cuda": {"model": "Qwen3-8B", "batch": 1, "seqlen": 512, "precision": "bf16"},
 }
 HERE = {
-    "cpu": {"model": "nano", "batch": 1, "seqlen": 128, "precision": "fp32"},
+    "cpu": {"model": "nano", "batch": 1, "seqlen": 64, "precision": "fp32"},
     "cuda": {"model": "Qwen3-8B", "batch": 1, "seqlen": 4096, "precision": "bf16"},
 }
 COMPILED = {"cpu": [], "cuda": ["compile", "compile:0.5"]}
@@ -541,9 +541,9 @@ check_exercise_2(answer)
 # keeps less; the budget holds within a layer, so all layers are alike; and it needs a compiler and the time to run it.
 
 # %% [markdown]
-# Compiling takes long on a CPU and shows nothing about speed there, so by default only a GPU machine does it. `COMPILED`
-# in the parameters lists what is measured; add `"compile"` and `"compile:0.5"` for the CPU, and the table below shows
-# what compiled layers keep on yours.
+# Compiling takes long on a CPU and shows nothing about speed there, so by default only a GPU machine does it.
+# `COMPILED` in the parameters lists what is measured; add `"compile"` and `"compile:0.5"` for the CPU, and the table
+# below shows what compiled layers keep on yours.
 
 # %%
 neighbours = gt.measure(short_here, ["modules:all", *COMPILED[kind]], rounds=1, steps=STEPS, seed=SEED)

@@ -1,65 +1,58 @@
-# ---
-# jupyter:
-#   jupytext:
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3 (ipykernel)
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 10. Combine gradient checkpointing with DDP and FSDP2
 #
-# You start two real training processes from this page, walk into the traps that checkpointing has in store for
+# You will start two real training processes from this page, walk into the traps that checkpointing has in store for
 # distributed training, and leave with an estimate of the memory that Qwen3-8B needs on each of 1 to 64 GPUs.
 #
-# Afterwards you can
+# **Afterwards you can**
 # - run DDP with checkpointing and recognise "marked ready only once";
 # - shard a Hugging Face model with FSDP2, choose one checkpointing mechanism, and count what it costs in all-gathers;
 # - prove that the sharded, recomputed gradients are those of one process;
 # - say how much memory a GPU needs before you rent it, and write the launch line.
 #
-# **Before:** notebooks 02 and 05. **Time:** about a minute on a CPU, the same on GPUs. **Memory:** 2 GB of RAM.
+# **Before you start:** notebooks [2](02_block_checkpointing.ipynb) (the switch),
+# [5](05_selective_by_module.ipynb) (keeping chosen modules) and [8](08_pitfalls_rng_reentrant.ipynb) (reentrant or
+# not).
+#
+# **Time:** 30 minutes of reading. The cells run in about a minute on a two-core laptop or on GPUs.
+# **Memory:** 2 GB of RAM.
 
 # %% tags=["parameters"]
-MODEL = "nano"
+MODEL = "nano@2"
 SEQLEN = 64
 WORLD = 2
 STEPS = 3
 FULL_MODEL = "Qwen3-8B"
 FULL_SEQLEN = 4096
-GPUS = [1, 2, 4, 8, 64]
+GPUS = [1, 8, 64]
 DEVICE = "H100"
 SEED = 0
 
 # %%
-import os
-from pathlib import Path
-
 import matplotlib.pyplot as plt
+import pandas as pd
+import transformers
 from IPython.display import Markdown, display
 
 import gctutor as gt
 from gctutor import plots
 from gctutor.distributed import WorkerError, estimate_fsdp, run_workers, trace_fsdp
+from gctutor.measurement import hardware_name
 from gctutor.plots.canvas import head
 
-FIGURES = Path(os.environ.get("GCTUTOR_OUT", "build")) / "figures"
 SMALL = {"model": MODEL, "seqlen": SEQLEN, "precision": "fp32"}
 
 # %% [markdown]
-# ## 1. Two processes, started from a notebook
+# ## Two processes, started from a notebook
 #
 # Distributed training runs one process per GPU. `torchrun` starts them and tells each its **rank**, a number from 0;
 # together they are the **process group**, and the number of ranks is the **world size**. They talk through NCCL on GPUs
 # and through gloo on CPUs.
 #
 # `run_workers(job)` sends the source of a function to such processes and brings back what each returns. So everything
-# a worker does can be read in the cell above it. What happens when one of them fails while the other waits for it?
-# Guess before you run the cell.
+# a worker does can be read in the cell that calls it.
+#
+# **Predict:** what happens when one of them fails while the other waits for it?
 
 
 # %%
@@ -88,7 +81,7 @@ gt.check(
 )
 
 # %% [markdown]
-# ## 2. DDP: every process holds the whole model
+# ## DDP: every process holds the whole model
 #
 # **DDP** (DistributedDataParallel) gives each process a copy of the model and its own part of the batch, and averages
 # the gradients with an **all-reduce** that starts while backward is still running: a hook on each parameter reports
@@ -98,7 +91,7 @@ gt.check(
 # will get no gradient. `static_graph=True` promises that each step uses the same parameters. And checkpointing can be
 # reentrant (the old kind, which runs a *second* backward inside backward) or not.
 #
-# Predict: which of these four combinations fails?
+# **Predict:** seven set-ups follow, with and without recompute. Which of them fails?
 
 
 # %%
@@ -114,7 +107,17 @@ def ddp(small, cases, steps):
 
     workload, device = gt.Workload(**small), local_device()
     batch = workloads.inputs(workload, device, seed=dist.get_rank())
-    ends, seconds = {}, {}
+
+    def nodes(loss):  # of the graph behind it, which find_unused_parameters walks
+        seen, waiting = set(), [loss.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                waiting.extend(behind for behind, _ in node.next_functions)
+        return len(seen)
+
+    ends, seconds, walked = {}, {}, {}
     for name, (policy, options) in cases.items():
         model = workloads.build(workload, device)
         with gt.parse(policy).applied(model):
@@ -123,13 +126,13 @@ def ddp(small, cases, steps):
             try:
                 for _ in range(1 + steps):
                     start = time.perf_counter()
-                    loss = replica(**batch).loss
-                    loss.backward()
-                    taken.append(time.perf_counter() - start + 0 * loss.item())
-                ends[name], seconds[name] = "trains", taken[1:]
+                    replica(**batch).loss.backward()
+                    taken.append(time.perf_counter() - start)
+                ends[name], seconds[name] = "trains", taken[1:]  # the first one warms up
+                walked[name] = nodes(model(**batch).loss)
             except RuntimeError as error:
                 ends[name] = str(error).split(".")[0]
-    return {"ends": ends, "seconds": seconds}
+    return {"ends": ends, "seconds": seconds, "walked": walked, "device": device.partition(":")[0]}
 
 
 CASES = {
@@ -141,7 +144,7 @@ CASES = {
     "reentrant, static graph": ("block+reentrant", {"static_graph": True}),
     "reentrant, find unused": ("block+reentrant", {"find_unused_parameters": True}),
 }
-of_ddp = run_workers(ddp, world=WORLD, small={**SMALL, "model": f"{MODEL}@2"}, cases=CASES, steps=STEPS)[0]
+of_ddp = run_workers(ddp, world=WORLD, small=SMALL, cases=CASES, steps=STEPS)[0]
 for name, end in of_ddp["ends"].items():
     print(f"{name:24} {end}")
 
@@ -160,29 +163,34 @@ gt.check(trapped == {"reentrant, find unused"}, "only reentrant checkpointing wi
 gt.check("ready only once" in of_ddp["ends"]["reentrant, find unused"], "and it says so: ready only once")
 
 # %% [markdown]
-# Does `find_unused_parameters=True` make a step *slow* when activations are recomputed, as the article says? The walk
-# looks at the graph of the forward. A recomputed layer is one graph like any other, so what it adds should not
-# depend on checkpointing. Fastest step of each case, in ms (small models on few cores are noisy, hence the fastest):
+# Does `find_unused_parameters=True` make a step *slow* when activations are recomputed, as the article says? Its walk
+# looks at the graph of the forward, so the number of nodes in that graph is the work it does. Counted with and without
+# recompute, and next to it the time of a step, from the fastest to the slowest:
 
 # %%
-best_ms = {name: 1e3 * min(times) for name, times in of_ddp["seconds"].items()}
-added = {policy: best_ms[f"{policy}, find unused"] / best_ms[policy] - 1 for policy in ("none", "block")}
-for policy, share in added.items():
-    print(f"{policy:6} {best_ms[policy]:7.0f} ms, with find_unused_parameters {share:+.0%}")
+rows = {}
+for name in ("none", "none, find unused", "block", "block, find unused"):
+    times = [1e3 * seconds for seconds in of_ddp["seconds"][name]]
+    rows[name] = {"graph nodes": of_ddp["walked"][name], "ms a step": f"{min(times):.0f} to {max(times):.0f}"}
+hardware = f"{hardware_name(of_ddp['device'])}, {WORLD} processes"
+display(Markdown(f"Measured on {hardware}, {STEPS} steps each:"))
+pd.DataFrame(rows).T
 
+# %%
+nodes = {policy: of_ddp["walked"][policy] for policy in ("none", "block")}
 gt.judge(
     "D01",
-    holds=added["block"] > 0.1 and added["block"] > 2 * max(added["none"], 0),
+    holds=nodes["block"] > 1.1 * nodes["none"],
     because=(
-        f"find_unused_parameters changes a step by {added['none']:+.0%} without recompute and by {added['block']:+.0%} "
-        f"with it ({WORLD} processes, small model); what it does break is reentrant checkpointing"
+        f"find_unused_parameters walks {nodes['none']} graph nodes without recompute and {nodes['block']} with it, so "
+        f"what it costs does not grow with recompute; what it does break is reentrant checkpointing"
     ),
     source="measured",
-    device="this machine",
+    device=hardware,
 )
 
 # %% [markdown]
-# ## 3. FSDP2: every process holds a share of the model
+# ## FSDP2: every process holds a share of the model
 #
 # **FSDP2** cuts each weight into one piece a GPU. Before a group of weights is used, an **all-gather** brings the
 # pieces together; after use the whole weights are dropped; after backward a **reduce-scatter** leaves each GPU the
@@ -190,13 +198,21 @@ gt.judge(
 # every decoder layer first and on the model last: what is left (embedding, final norm, head) is the root's group.
 #
 # Each layer is gathered once in forward and again in backward, for its weights were dropped in between.
-# Checkpointing runs the layer a second time. Predict: does that cost a third all-gather?
+# Checkpointing runs the layer a second time.
+#
+# **Predict:** does that cost a third all-gather?
+#
+# Starting processes is slow, so one function tries every set-up of this part and the next, and compares each with one
+# process that has the whole batch.
 
 
 # %%
-def fsdp(small, policies):
+def fsdp(small, setups):
+    import contextlib
+
     import torch
     import torch.distributed as dist
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -206,45 +222,69 @@ def fsdp(small, policies):
 
     workload, device, world = gt.Workload(**small), local_device(), dist.get_world_size()
     parts = [workloads.inputs(workload, device, seed=rank) for rank in range(world)]
+    batch = parts[dist.get_rank()]
 
     alone = workloads.build(workload, device)  # one process, the same global batch
     total = sum(alone(**part).loss / world for part in parts)
     total.backward()
-    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
-
-    model = workloads.build(workload, device)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    expected = [parameter.grad for parameter in alone.parameters()]
 
     found, first = {}, None
-    for policy in policies:
-        model.zero_grad(set_to_none=True)
-        with gt.parse(policy).applied(model), CommDebugMode() as messages:
-            loss = model(**parts[dist.get_rank()]).loss
-            loss.backward()
-        dist.all_reduce(mean := loss.detach() / world)
-        gradients = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-        first = first or gradients
-        with gt.parse(policy).applied(model) as state:
-            # gloo's own thread may hold a buffer for a moment longer: the least of three steps
-            traces = [tracing.trace_step(model, parts[dist.get_rank()]) for _ in range(3)]
+    for name, setup in setups.items():
+        model = workloads.build(workload, device)
+        layers = model.model.layers
+        if setup.get("wrapper"):
+            for i, layer in enumerate(layers):
+                layers[i] = checkpoint_wrapper(layer)  # non-reentrant by default
+        if setup.get("switch"):
+            model.activation_checkpointing_enable()
+        if not setup.get("root only"):
+            for layer in layers:
+                fully_shard(layer, reshard_after_forward=not setup.get("keep weights"))
+        fully_shard(model)
+
+        refusal = None
+        try:
+            with gt.parse("block").applied(model):
+                pass
+        except gt.policies.PolicyError as error:
+            refusal = str(error)
+        policy = setup.get("policy")
+        with gt.parse(policy).applied(model) if policy else contextlib.nullcontext():
+            with CommDebugMode() as messages:
+                loss = model(**batch).loss
+                loss.backward()
+            gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
+            # gloo's own thread may hold a buffer for a moment longer: the least of three steps where peaks are compared
+            traces = [tracing.trace_step(model, batch) for _ in range(3 if policy else 1)]
             trace = min(traces, key=lambda step: step.peak_bytes)
-            state.verify(trace.recomputed_layers)
-        found[policy] = {
+        dist.all_reduce(mean := loss.detach() / world)
+        first = first or gradients
+        found[name] = {
             "loss_off": abs(mean.item() - total.item()) / total.item(),
-            "worst_off": max(((g - expected[n]).norm() / expected[n].norm()).item() for n, g in gradients.items()),
-            "as_none": all(torch.equal(g, first[n]) for n, g in gradients.items()),
-            "gathers": sum(n for name, n in messages.get_comm_counts().items() if "allgather" in str(name)),
+            "worst_off": max(((g - e).norm() / e.norm()).item() for g, e in zip(gradients, expected, strict=True)),
+            "as_none": all(map(torch.equal, gradients, first)),
+            "gathers": sum(n for op, n in messages.get_comm_counts().items() if "allgather" in str(op)),
             "bytes": [trace.static_bytes, trace.activation_bytes, trace.peak_bytes],
+            "recompute_flop": trace.flop("recompute"),
+            "wrappers": sum(isinstance(module, CheckpointWrapper) for module in model.modules()),
+            "refusal": refusal,
         }
     return found
 
 
 POLICIES = ["none", "block", "modules:all"]
-by_rank = run_workers(fsdp, world=WORLD, small=SMALL, policies=POLICIES)
-of_fsdp = by_rank[0]
-for policy, row in of_fsdp.items():
+SETUPS = {
+    **{policy: {"policy": policy} for policy in POLICIES},
+    "switch": {"switch": True},
+    "wrapper": {"wrapper": True},
+    "wrapper + switch": {"wrapper": True, "switch": True},
+    "weights kept": {"keep weights": True},
+    "root only": {"root only": True},
+}
+of_fsdp = run_workers(fsdp, world=WORLD, small=SMALL, setups=SETUPS)[0]
+for policy in POLICIES:
+    row = of_fsdp[policy]
     print(
         f"{policy:12} all-gathers {row['gathers']}   activations {row['bytes'][1] / 1e6:6.1f} MB   "
         f"worst gradient {row['worst_off']:.0e} off"
@@ -256,141 +296,91 @@ once = 1 + 2 * layers
 display(
     Markdown(
         f"Measured on {WORLD} processes: **{of_fsdp['none']['gathers']} all-gathers a step under every policy**, one "
-        f"for the root and two for each of {layers} layers. The recompute costs none: Hugging Face's layer checkpoints "
-        "its `forward`, inside FSDP2's hooks, so the replay uses the weights that backward has gathered anyway."
+        f"for the root and two for each of {layers} layers. The recompute costs none in this transformers "
+        f"({transformers.__version__}): its layer checkpoints its `forward`, inside FSDP2's hooks, so the replay uses "
+        "the weights that backward has gathered anyway. Older releases checkpointed the whole call, hooks included; "
+        "there, count again."
     )
 )
-for policy, row in of_fsdp.items():
+for policy in POLICIES:
+    row = of_fsdp[policy]
     gt.check(row["gathers"] == once, f"{policy}: {once} all-gathers, 1 + 2 × {layers}")
     gt.check(row["as_none"], f"{policy}: gradients bitwise those of none on the same processes")
     gt.check(row["loss_off"] < 1e-6 and row["worst_off"] < 1e-5, f"{policy}: loss and gradients of one process")
 
 # %% [markdown]
-# Why "1e-5 off" and not equal to the bit? One process adds up in another order than two that exchange halves; in fp32
-# that shows in the seventh digit. Between policies nothing is added in another order, and there the gradients are
-# equal to the bit.
+# Why is it a little off, and not equal to the bit? One process adds up in another order than two that exchange halves,
+# and in fp32 that shows around the seventh digit. Between policies nothing is added in another order, and there the
+# gradients are equal to the bit.
 #
-# ## 4. One mechanism, and in which order?
+# ## One mechanism, and in which order?
 #
 # There are two popular switches: Hugging Face's own, and PyTorch's `checkpoint_wrapper`, a module put round the layer.
-# Some scripts turn on both. And `fully_shard` can be called with too large or too small a unit. Predict for each set-up
-# below whether bytes, recomputed work or all-gathers change.
-
-
-# %%
-def setups(small, names):
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    import gctutor as gt
-    from gctutor import tracing, workload as workloads
-    from gctutor.distributed import local_device
-
-    workload, device = gt.Workload(**small), local_device()
-    batch = workloads.inputs(workload, device, seed=dist.get_rank())
-    found = {}
-    for name in names:
-        model = workloads.build(workload, device)
-        layers = model.model.layers
-        if "wrapper" in name:
-            for i, layer in enumerate(layers):
-                layers[i] = checkpoint_wrapper(layer)  # non-reentrant by default
-        if "switch" in name:
-            model.activation_checkpointing_enable()
-        options = {"reshard_after_forward": False} if "weights kept" in name else {}
-        if "bf16" in name:
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for layer in layers if "root only" not in name else []:
-            for part in (layer.self_attn, layer.mlp) if "small units" in name else ():
-                fully_shard(part, **options)
-            fully_shard(layer, **options)
-        fully_shard(model, **options)
-        with CommDebugMode() as messages:
-            model(**batch).loss.backward()
-        trace = tracing.trace_step(model, batch)
-        try:
-            with gt.parse("block").applied(model):
-                refusal = None
-        except gt.policies.PolicyError as error:
-            refusal = str(error)
-        found[name] = {
-            "gathers": sum(n for op, n in messages.get_comm_counts().items() if "allgather" in str(op)),
-            "activation_MB": round(trace.activation_bytes / 1e6, 2),
-            "peak_MB": round(trace.peak_bytes / 1e6, 1),
-            "recompute_GFLOP": round(trace.flop("recompute") / 1e9, 2),
-            "wrappers": sum(isinstance(m, CheckpointWrapper) for m in model.modules()),
-            "gctutor says": refusal,
-        }
-    return found
-
-
-import pandas as pd
-
-NAMES = [
-    "none",
-    "switch",
-    "wrapper",
-    "wrapper + switch",
-    "none, bf16",
-    "none, weights kept",
-    "none, root only",
-    "none, small units",
-    "switch, small units",
-]
-shallow = {**SMALL, "model": f"{MODEL}@3"}
-of_setups = run_workers(setups, world=WORLD, small=shallow, names=NAMES)[0]
-pd.DataFrame.from_dict(of_setups, orient="index").drop(columns="gctutor says")
+# Some scripts turn on both. Others forget `fully_shard` on the layers, or keep the gathered weights after forward
+# (`reshard_after_forward=False`).
+#
+# **Predict:** for each set-up below, do activations, recomputed work or all-gathers change?
 
 # %%
-base, switch, wrapper, both, bf16, kept, root_only, small, small_switch = of_setups.values()
+shown = {
+    name: {
+        "all-gathers": row["gathers"],
+        "activation MB": row["bytes"][1] / 1e6,
+        "peak MB": row["bytes"][2] / 1e6,
+        "recompute GFLOP": row["recompute_flop"] / 1e9,
+        "wrappers": row["wrappers"],
+    }
+    for name, row in of_fsdp.items()
+    if name == "none" or name not in POLICIES
+}
+display(Markdown(f"Measured on rank 0 of {WORLD}, {hardware_name(of_ddp['device'])}:"))
+pd.DataFrame.from_dict(shown, orient="index").round(2)
+
+# %%
+base, switch, wrapper, both, kept, root_only = (of_fsdp[name] for name in shown)
 saved_gathers = base["gathers"] - kept["gathers"]
 display(
     Markdown(
-        f"""Measured (rank 0 of {WORLD}):
-
-- The wrapper and the switch are **equally good**: {switch["activation_MB"]} MB kept, {switch["gathers"]} all-gathers.
+        f"""
+- The wrapper and the switch are **equally good**: {switch["bytes"][1] / 1e6:.1f} MB kept, {switch["gathers"]}
+  all-gathers.
 - **Both at once shows in no number**: early stop hides the second checkpoint. It only adds nesting, so count wrappers,
-  not operators. gctutor refuses to add a third: *{both["gctutor says"]}*
-- **Forgetting the layers** (`root only`) gathers the whole model at once: {root_only["peak_MB"]} MB at the peak
-  instead of {base["peak_MB"]}.
-- **Keeping the weights** after forward (`reshard_after_forward=False`) saves {saved_gathers} all-gathers, and their
-  memory counts until backward: {kept["peak_MB"]} MB at the peak.
-- **Units smaller than the checkpoint** need more, smaller all-gathers ({small["gathers"]}), but the replay adds none
-  ({small_switch["gathers"]})."""
+  not operators. gctutor refuses to add a third: *{both["refusal"]}*
+- **Keeping the weights** after forward saves {saved_gathers} all-gathers, and their memory counts until backward:
+  {kept["bytes"][2] / 1e6:.0f} MB at the peak instead of {base["bytes"][2] / 1e6:.0f}.
+- **Forgetting the layers** (`root only`) gathers the whole model at once: {root_only["bytes"][2] / 1e6:.0f} MB at the
+  peak."""
     )
 )
 
 # %%
-same = ("gathers", "activation_MB", "recompute_GFLOP")
-equal = all(switch[key] == wrapper[key] == both[key] for key in same)
+alike = [(row["gathers"], row["bytes"][1], row["recompute_flop"]) for row in (switch, wrapper, both)]
+equal = alike[0] == alike[1] == alike[2]
 gt.check(equal, "switch, wrapper and both keep the same bytes, rerun the same FLOPs, gather as often")
+gt.check(switch["recompute_flop"] > 0 == base["recompute_flop"], "and they do recompute")
 gt.check(
-    both["wrappers"] == gt.Workload(**shallow).n_layers and "checkpoint" in both["gctutor says"],
+    both["wrappers"] == layers and "checkpoint" in both["refusal"],
     "the double one is found by its wrappers",
 )
-gt.check(small_switch["gathers"] == small["gathers"], "units smaller than the checkpoint: the replay gathers no more")
-gt.check(root_only["peak_MB"] > 1.2 * base["peak_MB"], "without fully_shard on the layers the peak is far higher")
-gt.check(bf16["activation_MB"] < base["activation_MB"], "FSDP2's mixed precision makes activations smaller")
 gt.check(
-    saved_gathers == gt.Workload(**shallow).n_layers, "keeping the weights after forward saves one all-gather a layer"
+    all(row["as_none"] for row in (switch, wrapper, both, kept, root_only)), "every set-up has the gradients of none"
 )
+gt.check(root_only["bytes"][2] > 1.2 * base["bytes"][2], "without fully_shard on the layers the peak is far higher")
+gt.check(saved_gathers == layers, "keeping the weights after forward saves one all-gather a layer")
 gt.judge(
     "D02",
     holds=equal,
     when="read as any one non-reentrant mechanism; Hugging Face's switch serves as well as the wrapper",
     because=(
-        f"wrapper and switch keep {wrapper['activation_MB']} MB with {wrapper['gathers']} all-gathers each, "
+        f"wrapper and switch keep {wrapper['bytes'][1] / 1e6:.2f} MB with {wrapper['gathers']} all-gathers each, "
         "and both together change nothing that can be measured, which is why the mistake goes unnoticed"
     ),
     source="measured",
-    device="this machine",
+    device=hardware,
 )
 
 # %% [markdown]
-# ## 5. How much memory on N GPUs?
+# ## How much memory on N GPUs?
 #
 # `estimate_fsdp` runs the model and FSDP2 themselves on **fake tensors** (shapes without data) as rank 0 of a pretended
 # group of any size. Is it right? Compare with the bytes that the two real processes traced above.
@@ -408,7 +398,10 @@ for policy in POLICIES:
 
 # %% [markdown]
 # Now the full model. Sharding divides weights and gradients by N, but each GPU still has its own sequence, so
-# activations do not shrink. Predict: from how many GPUs on does doubling N hardly help?
+# activations do not shrink.
+#
+# **Predict:** the peak falls from the first to the second of these numbers of GPUs. How far does it fall again from
+# there to the last?
 
 # %%
 full = gt.Workload(FULL_MODEL, seqlen=FULL_SEQLEN)
@@ -436,15 +429,17 @@ with plots.notebook():
     still = f"at {GPUS[-1]} GPUs checkpointing still saves {gap[GPUS[-1]]:.0f} GB on each"
     finding = f"Sharding leaves activations whole: {still}"
     head(ax, finding, f"{full.label}, FSDP2, estimated for {peaks['none'][GPUS[0]].device}")
-    plots.save_figure(fig, "10_memory_per_gpu", FIGURES, alt=finding)
+    _ = plots.save_figure(fig, "10_memory_per_gpu", alt=finding)
     plt.show()
 
 # %%
 end = peaks["block"][GPUS[-1]]
+first_fall = peaks["none"][GPUS[0]].peak_bytes - peaks["none"][GPUS[1]].peak_bytes
 display(
     Markdown(
-        f"*{finding}.* From {GPUS[0]} to {GPUS[-1]} GPUs the peak under `none` falls by {saved['none'] / 1e9:.0f} GB "
-        f"and then levels off: of the {end.peak_bytes / 1e9:.1f} GB that `block` needs at the end, "
+        f"*{finding}.* From {GPUS[0]} to {GPUS[1]} GPUs the peak under `none` falls by {first_fall / 1e9:.0f} GB, from "
+        f"there to {GPUS[-1]} by {(saved['none'] - first_fall) / 1e9:.0f}. "
+        f"Of the {end.peak_bytes / 1e9:.1f} GB that `block` needs at the end, "
         f"{end.breakdown['gathered'] / 1e9:.1f} GB are the root's gathered weights (embedding and head), which FSDP2 "
         f"keeps from forward to backward (estimated for {end.device})."
     )
@@ -455,7 +450,7 @@ for policy, rows in peaks.items():
     gt.check(len({row.activation_bytes for row in rows.values()}) == 1, f"{policy}: activations do not depend on N")
 
 # %% [markdown]
-# ## 6. Launch lines
+# ## Launch lines
 #
 # The same measurement on your GPUs, and the same script under three launchers. Start one process a GPU.
 #
@@ -478,7 +473,7 @@ for policy, rows in peaks.items():
 # With Accelerate, switch checkpointing on in **one** place: either `fsdp_activation_checkpointing` or the trainer's
 # `gradient_checkpointing`, never both.
 #
-# ## Exercise 1 (5 minutes)
+# ### Exercise 1: thirty-six layers (5 minutes)
 #
 # How many all-gathers does a step of a model with 36 layers need under FSDP2 with one group a layer and a root, when
 # weights are dropped after forward, and how many when they are kept? Give both as a tuple.
@@ -489,9 +484,9 @@ print("still to do: set answer to two whole numbers")
 
 
 def check_exercise_1(answer):
-    gathers = {name: of_setups[name]["gathers"] for name in ("none", "none, weights kept")}
-    per_layer = [(count - 1) // gt.Workload(**shallow).n_layers for count in gathers.values()]  # as counted above
-    gt.check(answer == tuple(1 + 36 * count for count in per_layer), "36 layers, dropped and kept")
+    gt.check(answer is not None, "there is an answer")
+    per_layer = [(of_fsdp[name]["gathers"] - 1) // layers for name in ("none", "weights kept")]  # as counted above
+    gt.check(tuple(answer) == tuple(1 + 36 * count for count in per_layer), "36 layers, dropped and kept")
 
 
 # %% tags=["solution", "hide-input"] jupyter={"source_hidden": true}
@@ -499,10 +494,11 @@ answer = (1 + 2 * 36, 1 + 36)
 check_exercise_1(answer)
 
 # %% [markdown]
-# ## Exercise 2 (5 minutes)
+# ### Exercise 2: how many cards? (5 minutes)
 #
 # The model is to be trained in full with AdamW in mixed precision: fp32 weights and states, gathered as bf16. What is
-# the smallest number of GPUs of `GPUS` on which `block` fits, on cards of the size `DEVICE` has?
+# the smallest number of GPUs of `GPUS` on which `block` fits, on cards of the size `DEVICE` has? ("Fits" is the traced
+# peak, without the reserve that notebook 7's planner leaves.)
 
 # %% tags=["exercise"]
 fewest = None
@@ -523,18 +519,22 @@ fewest = next(n for n in GPUS if estimate_fsdp(trained, "block", n, DEVICE).ok)
 check_exercise_2(fewest)
 
 # %% [markdown]
-# ## Summary
+# ## In three lines
 #
-# 1. DDP: non-reentrant checkpointing simply works; reentrant with `find_unused_parameters` marks variables twice.
-# 2. FSDP2: shard layer by layer, checkpoint the layer by one mechanism; the recompute then costs no all-gather.
-# 3. Sharding shrinks weights, checkpointing shrinks activations: on many GPUs the second is what is left to choose.
+# - DDP: non-reentrant checkpointing simply works; reentrant with `find_unused_parameters` marks variables twice.
+# - FSDP2: shard layer by layer and checkpoint the layer by one mechanism; count the all-gathers to see that the
+#   recompute adds none.
+# - Sharding shrinks weights, checkpointing shrinks activations: on many GPUs the second is what is left to choose.
 #
-# **Further reading:** [PyTorch DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html),
-# [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html),
-# [PyTorch FSDP (Zhao et al., 2023)](https://arxiv.org/abs/2304.11277), [ZeRO (Rajbhandari et al., 2020)](https://arxiv.org/abs/1910.02054),
-# [Accelerate: FSDP1 and FSDP2](https://huggingface.co/docs/accelerate/concept_guides/fsdp1_vs_fsdp2).
+# ## Further reading
 #
-# **Next:** `11_scorecard`, every claim of the source article next to what this machine showed.
+# - PyTorch, [DDP notes](https://docs.pytorch.org/docs/stable/notes/ddp.html) and
+#   [`fully_shard`](https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html).
+# - Y. Zhao et al., [PyTorch FSDP](https://arxiv.org/abs/2304.11277), 2023.
+# - S. Rajbhandari et al., [ZeRO](https://arxiv.org/abs/1910.02054), 2020: sharding weights, gradients and states.
+# - Accelerate, [FSDP1 and FSDP2](https://huggingface.co/docs/accelerate/concept_guides/fsdp1_vs_fsdp2).
+#
+# **Next:** [11. Read the scorecard](11_scorecard.ipynb)
 
 # %%
 print(gt.colophon(SEED))
