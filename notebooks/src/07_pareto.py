@@ -188,7 +188,7 @@ gt.check(
 slow = [claim_id for claim_id, seconds in claimed_s.items() if utilisation(claim_id, 1, seconds) <= 1]
 claimed_bytes, ours_bytes = find_claim("P01").value["memory_bytes"], ours("P01", 1).activation_bytes
 Markdown(
-    f"At batch 1 {len(slow)} of its {len(claimed_s)} times are possible, and it would have {claimed_bytes / 1e9:.0f} "
+    f"At batch 1, {len(slow)} of its {len(claimed_s)} times are possible, and it would have {claimed_bytes / 1e9:.0f} "
     f"GB for `none` where we count {ours_bytes / 1e9:.1f}."
 )
 

@@ -255,9 +255,8 @@ def fsdp(small, setups):
                 loss = model(**batch).loss
                 loss.backward()
             gradients = [parameter.grad.full_tensor() for parameter in model.parameters()]
-            # gloo's own thread may hold a buffer for a moment longer: the least of three steps where peaks are compared
-            traces = [tracing.trace_step(model, batch) for _ in range(3 if policy else 1)]
-            trace = min(traces, key=lambda step: step.peak_bytes)
+            # gloo's own thread may hold a buffer for a moment longer: the least of three steps
+            trace = min((tracing.trace_step(model, batch) for _ in range(3)), key=lambda step: step.peak_bytes)
         dist.all_reduce(mean := loss.detach() / world)
         first = first or gradients
         found[name] = {
@@ -342,10 +341,10 @@ saved_gathers = base["gathers"] - kept["gathers"]
 display(
     Markdown(
         f"""
-- The wrapper and the switch are **equally good**: {switch["bytes"][1] / 1e6:.1f} MB kept, {switch["gathers"]}
+- The wrapper and the switch are **equally good**, with {switch["bytes"][1] / 1e6:.1f} MB kept and {switch["gathers"]}
   all-gathers.
-- **Both at once shows in no number**: early stop hides the second checkpoint. It only adds nesting, so count wrappers,
-  not operators. gctutor refuses to add a third: *{both["refusal"]}*
+- **Both at once shows in no number** but the wrappers': early stop hides the second checkpoint. It only adds nesting,
+  so count wrappers, not operators. gctutor refuses to add a third: *{both["refusal"]}*
 - **Keeping the weights** after forward saves {saved_gathers} all-gathers, and their memory counts until backward:
   {kept["bytes"][2] / 1e6:.0f} MB at the peak instead of {base["bytes"][2] / 1e6:.0f}.
 - **Forgetting the layers** (`root only`) gathers the whole model at once: {root_only["bytes"][2] / 1e6:.0f} MB at the

@@ -150,9 +150,9 @@ counts = pd.crosstab(judged.id.isin(figured).map({True: "figures", False: "advic
 counts = counts.reindex(index=["advice", "figures"], columns=ORDER, fill_value=0)
 total, stand, fall = counts.sum(axis=1), counts["holds"] + counts["holds when"], counts["does not hold"]
 Markdown(
-    f"- Of the article's {total['advice']} judged statements without a figure {stand['advice']} stand, "
-    f"{counts['holds when']['advice']} of them under a condition.\n"
-    f"- Of its {total['figures']} judged claims with figures {stand['figures']} stand and {fall['figures']} do not.\n"
+    f"- Judged statements without a figure that stand: {stand['advice']} of {total['advice']}, "
+    f"{counts['holds when']['advice']} under a condition.\n"
+    f"- Judged claims with figures that stand: {stand['figures']} of {total['figures']}.\n"
     "- A claim with a computed verdict can be checked again tomorrow, on other versions and another machine."
 )
 
