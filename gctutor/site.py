@@ -28,8 +28,8 @@ img, svg { max-width: 100%; height: auto; }
 pre { overflow-x: auto; padding: .7rem; border-radius: 4px; font-size: .82em; line-height: 1.4; }
 .input_area pre, .highlight pre { background: #f6f8fa; }
 .jp-OutputPrompt, .jp-InputPrompt, .prompt { display: none; }
-table { border-collapse: collapse; display: block; overflow-x: auto; font-size: .9em; }
-th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: right; }
+table { border: 0; border-collapse: collapse; display: block; overflow-x: auto; font-size: .9em; }
+th, td { border: 0; border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
 details { border-left: 3px solid var(--line); padding-left: .8rem; }
 .anchor-link { display: none; }
@@ -77,9 +77,9 @@ FOLD = {"@@solution@@": "<details><summary>Solution</summary>", "@@end of soluti
 
 def _folded(book: NotebookNode) -> NotebookNode:
     """Solutions between marks that become a folded section: nbconvert escapes tags in raw cells."""
-    before, after = map(nbformat.v4.new_raw_cell, FOLD)
     cells = []
     for cell in book.cells:
+        before, after = map(nbformat.v4.new_raw_cell, FOLD)
         cells += [before, cell, after] if "solution" in cell.metadata.get("tags", []) else [cell]
     return nbformat.from_dict({**book, "cells": cells})
 
