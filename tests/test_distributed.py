@@ -10,8 +10,11 @@ import sys
 import time
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from gctutor import Workload
+from gctutor.diagnosis import doctor
 from gctutor.distributed import WorkerError, estimate_fsdp, measure_fsdp, run_workers, trace_fsdp
 from gctutor.errors import UserError
 
@@ -226,3 +229,23 @@ def test_the_command_measures_under_torchrun():
 def test_a_request_is_refused():
     with pytest.raises(UserError, match="resolve it"):
         estimate_fsdp(NANO, "auto", 2)
+
+
+@pytest.fixture
+def one_process(tmp_path):
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("searching", "reentrant", "codes"),
+    [(False, False, set()), (True, False, {"unused_search"}), (True, True, {"unused_search", "ready_twice"})],
+)
+def test_the_doctor_knows_ddps_traps(one_process, tiny, searching, reentrant, codes):
+    model = tiny()
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, find_unused_parameters=searching)
+    found = {finding.code for finding in doctor(wrapped).findings}
+    assert found & {"unused_search", "ready_twice"} == codes

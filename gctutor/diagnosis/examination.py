@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ def doctor(
     seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """Diagnose `policy` on `subject`: a `Workload`, or any Hugging Face decoder, whose state is put back afterwards.
+    """Diagnose `policy` on `subject`: a `Workload`, or any Hugging Face decoder (in DDP too), left as it was.
 
     `policy=None` diagnoses a model as it stands, whatever checkpointing its owner switched on. `batch` are the keyword
     arguments of a forward that returns a loss (small random ids by default); `autocast` makes a fresh block a step. A
@@ -44,6 +45,9 @@ def doctor(
     Raises `UserError` for input that cannot work.
     """
     parsed = parse(policy) if isinstance(policy, str) else policy
+    if isinstance(subject, torch.nn.parallel.DistributedDataParallel):
+        report = doctor(subject.module, policy, batch, autocast=autocast, device=device, seed=seed, progress=progress)
+        return dataclasses.replace(report, findings=(*inspection.inspect_parallel(subject), *report.findings))
     with quiet_transformers():
         if isinstance(subject, Workload):
             return _of_workload(subject, parsed, device, seed, progress)

@@ -68,6 +68,26 @@ def _wrappers(model: nn.Module) -> Iterator[Finding]:
         yield reentrant("torch's checkpoint_wrapper is reentrant")
 
 
+def inspect_parallel(model: nn.parallel.DistributedDataParallel) -> Iterator[Finding]:
+    """Findings about a DDP wrapper and the checkpointing of the model in it."""
+    searching = model.find_unused_parameters
+    if searching and not model.static_graph:
+        yield Finding(
+            WARNING,
+            "unused_search",
+            "DDP walks the graph of every step in search of unused parameters: a dense decoder has none, so leave "
+            "find_unused_parameters off.",
+        )
+    kwargs = [getattr(layer._gradient_checkpointing_func, "keywords", {}) for layer in switched_on(model)[:1]]
+    if searching and any(given.get("use_reentrant", True) for given in kwargs):
+        yield Finding(
+            FAULT,
+            "ready_twice",
+            "Reentrant checkpointing runs a backward inside the backward: with find_unused_parameters DDP sees its "
+            "parameters become ready twice and stops. Use use_reentrant=False.",
+        )
+
+
 def _switch(model: nn.Module) -> Iterator[Finding]:
     layers = switched_on(model)
     if layers:
