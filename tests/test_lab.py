@@ -28,6 +28,7 @@ MINUTE_MS = 60_000
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif("GCTUTOR_BROWSER" not in os.environ, reason="takes minutes: run it by 'make browser'"),
     pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium, or another package manager's"),
 ]
 
