@@ -15,7 +15,7 @@ READY := .venv/ready
 STOP = { echo "make: $$why" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help notebooks test browser lab check refresh slides site bench clean
+.PHONY: help notebooks test lab check refresh slides site bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.* ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -26,10 +26,6 @@ notebooks: $(READY) ## Run the series on the hardware here; notebooks, pages and
 test: $(READY) ## Run every test
 	@why="a test failed: read the lines above, or run it alone with '$(BIN)/pytest FILE::TEST'."; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal || $(STOP)
-
-browser: $(READY) ## Run lessons in JupyterLab in a real Chromium (needs one installed)
-	@why="a lesson did not run in the browser: read the lines above."; \
-	GCTUTOR_BROWSER=1 $(BIN)/python -m pytest tests/test_lab.py || $(STOP)
 
 lab: $(READY) ## Open the series in JupyterLab
 	@$(BIN)/jupyter lab notebooks

@@ -20,6 +20,7 @@ _HOMES = {
     "catalogue": "policies",
     "trace": "estimation",
     "estimate": "estimation",
+    "sweep": "estimation",
     "timeline": "estimation",
     "layer_operators": "operators",
     "measure": "measurement",

@@ -9,14 +9,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gctutor import tracing, workload as workloads
 from gctutor.devices import Device, find_device
 from gctutor.policies import Mechanism, Policy, PolicyError, Request, concrete as named, parse
-from gctutor.results import StepCost, provenance
+from gctutor.results import Results, StepCost, provenance
 from gctutor.simulation import Timeline, simulate
 from gctutor.steptrace import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, StepTrace
 from gctutor.tracecache import cache_folder, fingerprint, load, store
@@ -55,6 +56,24 @@ def estimate(
     run = simulate(step, concrete, device)
     origin = _origin(device, busy_share=run.busy_s / run.step_s, attention_kernels=step.attention_kernels)
     return dataclasses.replace(row, **_costs(step, run, device), provenance=origin)
+
+
+def sweep(
+    workloads: Iterable[Workload],
+    policies: Sequence[str],
+    device: str | Device = "H100",
+    *,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Results:
+    """The estimates of every policy for every workload, policies fastest; `progress` hears of each before it starts.
+
+    A step that was traced before, in this process or another, comes from the cache in milliseconds.
+    """
+    rows = []
+    for workload, policy in itertools.product(workloads, policies):
+        progress(f"estimating {workload.label}, {policy}")
+        rows.append(estimate(workload, policy, device))
+    return Results(rows)
 
 
 def _origin(device: Device, **more: Any) -> dict[str, Any]:

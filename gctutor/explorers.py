@@ -1,26 +1,32 @@
 """Sliders over the same plots: `explore` draws from pure functions, or small multiples where there is no front end.
 
-Every picture comes from cached traces and arithmetic, so an answer takes well under 100 ms once a trace is there.
+Every picture comes from cached traces and arithmetic: an answer takes well under 100 ms once a trace is there, and
+matplotlib about as long again to draw it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from gctutor import estimation, plots
 from gctutor.devices import find_device
 from gctutor.operators import layer_operators
 from gctutor.optimum import best, frontier, layer_costs
-from gctutor.plots.canvas import dress, head
-from gctutor.plots.style import styled
+from gctutor.plots.canvas import dress, head, headline
+from gctutor.plots.labels import annotation, label_points
+from gctutor.plots.style import GREY, family_look, styled
 from gctutor.results import Results, StepCost
 from gctutor.workload import Workload
 
@@ -37,24 +43,17 @@ def explore(
 ) -> Any:
     """`draw(ax=…, **values)` under one control for each choice; without a front end, the `static` cases in a grid.
 
-    A choice of numbers becomes a slider, of names a drop-down. Returns the widget, or the figure of the grid.
+    A choice of numbers becomes a slider, of names a drop-down. Returns the widget, or the picture of the grid.
     """
     return _widget(draw, choices) if has_front_end() else _grid(draw, static)
 
 
 def _widget(draw: Callable[..., Axes], choices: Mapping[str, Sequence[Any]]) -> Any:
     import ipywidgets
+    from IPython.display import display
 
     controls = {name: _control(name, values) for name, values in choices.items()}
-
-    def redraw(**values: Any) -> None:
-        with plots.notebook():
-            figure, ax = plt.subplots(layout="constrained")
-            draw(ax=ax, **values)
-            plt.show()
-            plt.close(figure)
-
-    out = ipywidgets.interactive_output(redraw, controls)
+    out = ipywidgets.interactive_output(lambda **values: display(_grid(draw, [values])), controls)
     return ipywidgets.VBox([ipywidgets.HBox(list(controls.values())), out])
 
 
@@ -67,18 +66,55 @@ def _control(name: str, values: Sequence[Any]) -> Any:
 
 
 def _grid(draw: Callable[..., Axes], cases: Sequence[Mapping[str, Any]]) -> Any:
-    rows = -(-len(cases) // STATIC_COLUMNS)
+    columns = min(len(cases), STATIC_COLUMNS)
+    rows = -(-len(cases) // columns)
+    size = (12.8, 4.8 * rows) if rows * columns > 1 else None
     with plots.notebook():
-        figure, axes = plt.subplots(
-            rows, STATIC_COLUMNS, figsize=(12.8, 4.8 * rows), layout="constrained", squeeze=False
-        )
+        figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
         for ax, case in itertools.zip_longest(axes.flat, cases):
             if case is None:
                 ax.set_axis_off()
             else:
                 draw(ax=ax, **case)
+        picture = _picture(figure)
         plt.close(figure)
-    return figure
+    return picture
+
+
+def _picture(figure: Figure) -> Any:
+    """The figure as an IPython image, with its findings as alt text: drawn once, where `savefig` draws it twice."""
+    from IPython.display import Image
+    from PIL import Image as pillow
+
+    canvas, png = FigureCanvasAgg(figure), io.BytesIO()
+    canvas.draw()
+    pillow.frombuffer("RGBA", canvas.get_width_height(), canvas.buffer_rgba()).save(png, "png", compress_level=1)
+    width, _ = canvas.get_width_height()
+    alt = ". ".join(part for part in headline(figure) if part)
+    return Image(png.getvalue(), width=width, metadata={"alt": alt})
+
+
+@contextlib.contextmanager
+def progress_bar(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar while the block runs, moved on by the function it gives; nothing where there is no front end."""
+    if not has_front_end():
+        yield lambda text: None
+        return
+    import ipywidgets
+    from IPython.display import display
+
+    bar, label = ipywidgets.IntProgress(value=-1, min=-1, max=steps), ipywidgets.Label()
+    box = ipywidgets.HBox([bar, label])
+
+    def step(text: str) -> None:
+        bar.value += 1
+        label.value = text
+
+    display(box)
+    try:
+        yield step
+    finally:
+        box.close()
 
 
 # --- what there is to explore ---
@@ -112,15 +148,16 @@ def draw_plan(*, budget: float, device: str, ax: Axes) -> Axes:
     none = estimate(workload, "none", card)
     costs = layer_costs(workload, card)
     dress(ax, "activations kept for backward (GB)", "step time (ms)")
-    line = [_spot(c.activation_bytes, c.recompute_s, none) for c in planned(workload, card)]
-    ax.step(*zip(*line, strict=True), color="C7", where="post")
+    curve = [_spot(c.activation_bytes, c.recompute_s, none) for c in planned(workload, card)]
+    lines = ax.plot(*zip(*curve, strict=True), color=GREY)
     choice = best(costs, budget * costs.most_bytes)
     if choice is None:
         title = f"{budget:.0%} is less than block needs"
     else:
         x, y = _spot(choice.activation_bytes, choice.recompute_s, none)
-        ax.plot(x, y, "o", color="C0")
-        ax.annotate(_short(str(choice.policy)), (x, y), xytext=(10, 8), textcoords="offset points", wrap=True)
+        look = family_look(str(choice.policy))
+        ax.plot(x, y, look.marker, color=look.color)
+        label_points(ax, [annotation(ax, _short(str(choice.policy)), x, y)], lines=lines)
         title = f"{budget:.0%} of none's bytes: {x:.1f} GB and {y:.0f} ms"
     head(ax, title, plots.subtitle([none]))
     return ax

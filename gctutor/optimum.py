@@ -125,12 +125,12 @@ def layer_costs(workload: Workload, device: Device) -> LayerCosts:
             Site(name, sum(size for site, size in kept.items() if _within(site, name)), max(0.0, whole - left))
         )
     n = workload.n_layers
-    block_bytes = middle_segment(block, layer, FORWARD).delta
+    block_bytes = middle_segment(block, layer, FORWARD).kernels.delta
     return LayerCosts(
         n_layers=n,
         base_bytes=block.activation_bytes - n * block_bytes,
         block_bytes=block_bytes,
-        none_bytes=middle_segment(none, layer, FORWARD).delta,
+        none_bytes=middle_segment(none, layer, FORWARD).kernels.delta,
         replay_s=sum(seconds_of(k, device) for k in replay),
         sites=tuple(sites),
     )

@@ -249,6 +249,7 @@ def source_hash() -> str:
     return digest.hexdigest()[:12]
 
 
+@functools.cache
 def version_of(package: str) -> str | None:
     """The installed version of a distribution, or None."""
     try:

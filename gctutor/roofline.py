@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gctutor.devices import Device
@@ -151,24 +150,3 @@ def compute_seconds(work: Work, device: Device, *, backward: bool = False) -> fl
         return work.flop / (peak * device.efficiency.gemm)
     share = device.efficiency.attention_backward if backward else device.efficiency.attention_forward
     return work.flop / (peak * share)
-
-
-@dataclass
-class Stream:
-    """One GPU stream fed by one host thread: a kernel starts when the host has launched it and the stream is free.
-
-    Shows when a step is bound by the host: `busy_s` is kernel time, `now` the moment the stream falls idle.
-    """
-
-    device: Device
-    host: float = 0.0
-    now: float = 0.0
-    busy_s: float = 0.0
-
-    def launch(self, seconds: float, extra_host_s: float = 0.0) -> tuple[float, float]:
-        """Queue a kernel of `seconds`; returns its start and end. `extra_host_s` is Python time before the launch."""
-        self.host += self.device.launch_s + extra_host_s
-        start = max(self.now, self.host)
-        self.now = start + seconds
-        self.busy_s += seconds
-        return start, self.now

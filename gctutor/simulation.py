@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
 from gctutor.devices import Device
 from gctutor.policies import Policy
-from gctutor.roofline import VIEW, Stream, compute_seconds, kernel_seconds
-from gctutor.steptrace import BACKWARD, CATEGORIES, FORWARD, Kernel, StepTrace
+from gctutor.roofline import compute_seconds, kernel_seconds
+from gctutor.steptrace import BACKWARD, CATEGORIES, FORWARD, MOVING, Kernel, StepTrace
+
+OUTSIDE = -1
 
 
 @dataclass(frozen=True)
@@ -48,43 +49,43 @@ def simulate(step: StepTrace, policy: Policy, device: Device, label: str = "") -
     The host launches one kernel every `device.launch_s` seconds, plus what the policy's mechanism costs in Python; a
     kernel starts when it is launched and the stream is free.
     """
+    runs = [segment.kernels for segment in step.segments]
+    distinct = {id(run): run for run in runs}
+    timed = {key: np.array([seconds_of(kernel, device) for kernel in run]) for key, run in distinct.items()}
+    seconds = np.concatenate([timed[id(run)] for run in runs])
+    launched, phases = (np.concatenate([getattr(run, name) for run in runs]) for name in ("launched", "phases"))
+    born, freed = (np.concatenate([getattr(run, name) for run in runs]) for name in ("born", "freed"))
+    segment_of = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
     kinds = policy.layers(step.n_layers)
-    stream = Stream(device)
-    times: list[float] = []
-    rows: list[list[int]] = []
-    level = [step.static_bytes, 0, 0, 0, 0]
-    spans: list[Span] = []
-    owners: list[str] = []
-    forward_s = 0.0
-    for segment in step.segments:
-        host = kinds[segment.layer].host_s_per_op if isinstance(segment.layer, int) else 0.0
-        for kernel in segment.kernels:
-            if kernel.work.kind != VIEW:
-                extra = host if kernel.phase != BACKWARD else 0.0
-                start, end = stream.launch(seconds_of(kernel, device), extra)
-                _extend(spans, kernel.phase, segment.layer, start, end)
-            for index, size in enumerate(kernel.born):
-                level[index + 1] += size
-            times.append(stream.now)
-            rows.append(list(level))
-            owners.append(f"{kernel.site or 'loss'} ({kernel.phase})")
-            for index, size in enumerate(kernel.freed):
-                level[index + 1] -= size
-        if segment.phase == FORWARD:
-            forward_s = stream.now
-    live = np.array(rows)
-    peak = int(live.sum(axis=1).argmax())
+    python_s = np.array([kinds[s.layer].host_s_per_op if isinstance(s.layer, int) else 0.0 for s in step.segments])
+    host_s = launched * (device.launch_s + python_s[segment_of] * (phases != BACKWARD))
+    ends = stream_ends(seconds, host_s)
+    live = born.cumsum(axis=0) - freed.cumsum(axis=0) + freed
+    total = step.static_bytes + live.sum(axis=1)
+    peak = int(total.argmax())
+    owner = step.segments[segment_of[peak]].kernels[peak - int(np.argmax(segment_of == segment_of[peak]))]
+    in_forward = np.array([segment.phase == FORWARD for segment in step.segments])[segment_of]
     return Timeline(
-        seconds=np.array(times),
-        live={name: live[:, column] for column, name in enumerate(CATEGORIES)},
-        spans=tuple(spans),
+        seconds=ends,
+        live={CATEGORIES[0]: np.full(len(ends), step.static_bytes), **dict(zip(MOVING, live.T, strict=True))},
+        spans=_spans(step, phases[launched], segment_of[launched], (ends - seconds)[launched], ends[launched]),
         peak_index=peak,
-        peak_owner=owners[peak],
+        peak_owner=f"{owner.site or 'loss'} ({owner.phase})",
         label=label,
-        forward_s=forward_s,
-        step_s=stream.now,
-        busy_s=stream.busy_s,
+        forward_s=float(ends[in_forward].max()),
+        step_s=float(ends[-1]),
+        busy_s=float(seconds.sum()),
     )
+
+
+def stream_ends(seconds: np.ndarray, host_s: np.ndarray) -> np.ndarray:
+    """When each kernel ends on one stream fed by one host thread, both (n,) and in seconds.
+
+    The host takes `host_s` for each launch, and a kernel starts when it is launched and the one before has ended:
+    `end[i] = max(end[i-1], launch[i]) + seconds[i]`, summed in closed form.
+    """
+    done = seconds.cumsum()
+    return done + np.maximum.accumulate(host_s.cumsum() - (done - seconds))
 
 
 def seconds_of(kernel: Kernel, device: Device) -> float:
@@ -96,9 +97,14 @@ def seconds_of(kernel: Kernel, device: Device) -> float:
     return kernel_seconds(kernel.work, device)
 
 
-def _extend(spans: list[Span], phase: str, layer: int | str, start: float, end: float) -> None:
-    where = layer if isinstance(layer, int) else None
-    if spans and (spans[-1].phase, spans[-1].layer) == (phase, where):
-        spans[-1] = dataclasses.replace(spans[-1], end_s=end)
-    else:
-        spans.append(Span(phase, where, start, end))
+def _spans(
+    step: StepTrace, phases: np.ndarray, segment_of: np.ndarray, starts: np.ndarray, ends: np.ndarray
+) -> tuple[Span, ...]:
+    """Neighbouring kernels of one phase and one layer make a span; all outside the layers count as one place."""
+    layers = np.array([s.layer if isinstance(s.layer, int) else OUTSIDE for s in step.segments])[segment_of]
+    first = np.flatnonzero(np.append(True, (phases[1:] != phases[:-1]) | (layers[1:] != layers[:-1])))
+    last = np.append(first[1:], len(phases)) - 1
+    return tuple(
+        Span(phases[a], None if layers[a] == OUTSIDE else int(layers[a]), float(starts[a]), float(ends[b]))
+        for a, b in zip(first, last, strict=True)
+    )

@@ -10,7 +10,10 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from gctutor.roofline import VIEW, Work
 
@@ -49,36 +52,60 @@ class Kernel:
         return dataclasses.replace(self, freed=freed, freed_of=())
 
 
+class Run(tuple[Kernel, ...]):
+    """Kernels in the order they ran. A stretched trace's layers share one, so its sums are made once for all of them.
+
+    `born` and `freed` are bytes by kernel and category, (n, 4); `launched` says which kernels are more than a view.
+    """
+
+    @cached_property
+    def born(self) -> np.ndarray:
+        return np.array([kernel.born for kernel in self], dtype=np.int64).reshape(-1, len(MOVING))
+
+    @cached_property
+    def freed(self) -> np.ndarray:
+        return np.array([kernel.freed for kernel in self], dtype=np.int64).reshape(-1, len(MOVING))
+
+    @cached_property
+    def launched(self) -> np.ndarray:
+        return np.array([kernel.work.kind != VIEW for kernel in self], dtype=bool)
+
+    @cached_property
+    def phases(self) -> np.ndarray:
+        return np.array([kernel.phase for kernel in self], dtype=object)
+
+    @cached_property
+    def delta(self) -> int:
+        """Net change of live bytes."""
+        return int((self.born - self.freed).sum())
+
+    @cached_property
+    def rise(self) -> int:
+        """Highest live bytes above the level at which the run begins."""
+        born, freed = self.born.sum(axis=1), self.freed.sum(axis=1)
+        return int(max((born.cumsum() - freed.cumsum() + freed).max(initial=0), 0))
+
+    @cached_property
+    def flop_by_phase(self) -> dict[str, int]:
+        """Matrix FLOPs (GEMMs and attention) by phase."""
+        total: dict[str, int] = defaultdict(int)
+        for kernel in self:
+            if kernel.work.kind in ("gemm", "attention"):
+                total[kernel.phase] += kernel.work.flop
+        return total
+
+
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of the step: `layer` is a layer's number, `start` or `head`; `forward` says in which half it lies."""
+    """A stretch of the step: `layer` is a layer's number, `start` or `head`; `phase` says in which half it lies."""
 
     layer: int | str
     phase: str
-    kernels: tuple[Kernel, ...]
-
-    @property
-    def delta(self) -> int:
-        """Net change of live bytes."""
-        return sum(sum(k.born) - sum(k.freed) for k in self.kernels)
-
-    @property
-    def rise(self) -> int:
-        """Highest live bytes above the level at which the segment begins."""
-        level = highest = 0
-        for kernel in self.kernels:
-            level += sum(kernel.born)
-            highest = max(highest, level)
-            level -= sum(kernel.freed)
-        return highest
+    kernels: Run
 
     def flop(self, *phases: str) -> int:
-        """Matrix FLOPs (GEMMs and attention) run in these phases, in all when none is named."""
-        return sum(
-            k.work.flop
-            for k in self.kernels
-            if k.work.kind in ("gemm", "attention") and (not phases or k.phase in phases)
-        )
+        """Matrix FLOPs run in these phases, in all when none is named."""
+        return sum(flop for phase, flop in self.kernels.flop_by_phase.items() if not phases or phase in phases)
 
 
 BY_SITE = ("kept", "unused", "on_host")  # the fields of a trace that map (layer, call site) to bytes
@@ -104,15 +131,15 @@ class StepTrace:
 
     @property
     def activation_bytes(self) -> int:
-        return sum(segment.delta for segment in self.segments if segment.phase == FORWARD)
+        return sum(segment.kernels.delta for segment in self.segments if segment.phase == FORWARD)
 
     @property
     def peak_bytes(self) -> int:
         """Highest live bytes of the step, static bytes included."""
         level, highest = self.static_bytes, self.static_bytes
         for segment in self.segments:
-            highest = max(highest, level + segment.rise)
-            level += segment.delta
+            highest = max(highest, level + segment.kernels.rise)
+            level += segment.kernels.delta
         return highest
 
     @property
@@ -125,8 +152,9 @@ class StepTrace:
     @property
     def attention_kernels(self) -> list[str]:
         """The attention operators that really ran in forward (`bmm` is eager attention's)."""
-        ran = {k.name for s in self.segments for k in s.kernels if k.work.kind == "attention" and k.phase == FORWARD}
-        eager = any(k.name == "bmm" for s in self.segments for k in s.kernels)
+        kernels = [k for run in {id(s.kernels): s.kernels for s in self.segments}.values() for k in run]
+        ran = {k.name for k in kernels if k.work.kind == "attention" and k.phase == FORWARD}
+        eager = any(k.name == "bmm" for k in kernels)
         return sorted(ran) or (["bmm"] if eager else [])
 
     @property
@@ -162,7 +190,7 @@ class StepTrace:
         n = len(representatives)
 
         def outside(segment: Segment) -> Segment:
-            return dataclasses.replace(segment, kernels=tuple(k.stretched(representatives) for k in segment.kernels))
+            return dataclasses.replace(segment, kernels=Run(k.stretched(representatives) for k in segment.kernels))
 
         last = [s for s in self.segments if s.phase == OPTIMIZER or (s.phase == BACKWARD and s.layer == START)]
         segments = [outside(forward[START]), *(layer(i, forward) for i in range(n)), outside(forward[HEAD])]

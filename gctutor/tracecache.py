@@ -13,7 +13,7 @@ from typing import Any
 
 from gctutor.results import source_hash, version_of
 from gctutor.roofline import Work
-from gctutor.steptrace import BY_SITE, Kernel, Segment, StepTrace
+from gctutor.steptrace import BY_SITE, Kernel, Run, Segment, StepTrace
 
 
 def cache_folder() -> Path:
@@ -50,7 +50,7 @@ def load(path: Path) -> StepTrace | None:
     try:
         data = json.loads(gzip.decompress(path.read_bytes()))
         segments = tuple(
-            Segment(s["layer"], s["phase"], tuple(_kernel(k) for k in s["kernels"])) for s in data.pop("segments")
+            Segment(s["layer"], s["phase"], Run(_kernel(k) for k in s["kernels"])) for s in data.pop("segments")
         )
         for name in BY_SITE:
             data[name] = {(layer, site): size for layer, site, size in data[name]}

@@ -30,6 +30,7 @@ from gctutor.steptrace import (
     RECOMPUTE,
     START,
     Kernel,
+    Run,
     Segment,
     Sizes,
     StepTrace,
@@ -272,7 +273,7 @@ class Tracer(TorchDispatchMode):
                 of = tuple((layer, tuple(part)) for layer, part in sorted(parts.items()))
                 kernel = Kernel(call.name, call.site, call.phase, call.work, tuple(made), tuple(gone), of)
                 groups[call.segment].append(kernel)
-        segments = tuple(Segment(layer, half, tuple(g)) for (layer, half), g in zip(self.segments, groups, strict=True))
+        segments = tuple(Segment(layer, half, Run(g)) for (layer, half), g in zip(self.segments, groups, strict=True))
         return segments, dict(kept), dict(unused)
 
     def _layer_of(self, call: int) -> int | str:

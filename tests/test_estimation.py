@@ -3,13 +3,16 @@
 import json
 import subprocess
 import sys
+import time
 
+import numpy as np
 import pytest
 
 from gctutor import estimation
 from gctutor.errors import UserError
-from gctutor.estimation import estimate, shorten, timeline, trace
+from gctutor.estimation import estimate, shorten, sweep, timeline, trace
 from gctutor.policies import concrete
+from gctutor.simulation import stream_ends
 from gctutor.workload import Workload
 
 # Full depth, bf16, traced once by an independent prototype on the same versions: activations, peak less static.
@@ -105,6 +108,30 @@ def test_a_second_estimate_comes_from_the_cache_and_a_corrupt_entry_is_traced_ag
     entry.write_bytes(b"not gzip")
     estimation._remembered.cache_clear()
     assert trace(workload, "block") == first
+
+
+def test_a_sweep_of_the_full_model_comes_from_the_cache_at_once():
+    """15 policies at six lengths: about a second from memory; four leave room for a busy machine."""
+    policies = ["none", "block", "modules:all"]
+    workloads = [Workload(seqlen=length) for length in (1024, 2048)]
+    heard = []
+    cold = sweep(workloads, policies, "H100", progress=heard.append)
+    started = time.perf_counter()
+    warm = sweep(workloads, policies, "H100")
+    seconds = time.perf_counter() - started
+    assert [(row.workload.seqlen, row.policy) for row in warm] == [(w.seqlen, p) for w in workloads for p in policies]
+    assert [row.peak_bytes for row in warm] == [row.peak_bytes for row in cold]
+    assert heard[0].endswith("none") and len(heard) == len(cold)
+    assert seconds / len(warm) < 4 / 90
+
+
+def test_the_stream_formula_is_the_recurrence():
+    seconds, host_s = np.random.default_rng(0).random((2, 50))
+    launched = end = 0.0
+    for kernel, (length, gap) in enumerate(zip(seconds, host_s, strict=True)):
+        launched += gap
+        end = max(end, launched) + length
+        assert stream_ends(seconds, host_s)[kernel] == pytest.approx(end)
 
 
 def test_offload_moves_the_layer_inputs_to_the_host_and_takes_time_for_it():

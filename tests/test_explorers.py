@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 
 import ipywidgets
 import matplotlib.pyplot as plt
@@ -12,7 +13,7 @@ from gctutor import explorers
 
 
 def draw(*, size, ax):
-    ax.set_title(str(size))
+    ax.set_title(str(size), loc="left")
     return ax
 
 
@@ -25,9 +26,40 @@ def no_figure_left():
 
 def test_without_a_front_end_the_static_cases_stand_in_a_grid(monkeypatch):
     monkeypatch.setattr(explorers, "has_front_end", lambda: False)
-    figure = explorers.explore(draw, {"size": [1, 2]}, static=[{"size": 1}, {"size": 2}, {"size": 7}])
-    assert [ax.get_title() for ax in figure.axes] == ["1", "2", "7", ""]
-    assert not figure.axes[3].axison
+    drawn = []
+    monkeypatch.setattr(explorers, "_picture", lambda figure: drawn.append(figure) or "picture")
+    picture = explorers.explore(draw, {"size": [1, 2]}, static=[{"size": 1}, {"size": 2}, {"size": 7}])
+    assert picture == "picture"
+    assert [ax.get_title("left") for ax in drawn[0].axes] == ["1", "2", "7", ""]
+    assert not drawn[0].axes[3].axison
+
+
+def test_a_picture_is_a_png_with_its_findings_as_alt_text():
+    picture = explorers._grid(draw, [{"size": 1}, {"size": 2}])
+    assert picture.data.startswith(b"\x89PNG") and picture.metadata == {"alt": "1; 2"}
+
+
+@pytest.mark.parametrize(
+    ("picture", "values"),
+    [
+        (functools.partial(explorers.draw_costs, ["none", "sub:mlp", "modules:all", "block"]), {"batch": 1}),
+        (explorers.draw_timeline, {"policy": "block"}),
+        (explorers.draw_roofline, {}),
+    ],
+)
+def test_an_answer_of_the_full_model_takes_tens_of_milliseconds(picture, values):
+    """Under 100 ms on a quiet machine; three times that leaves room for a busy one."""
+    figure, ax = plt.subplots(layout="constrained")
+    seconds = []
+    try:
+        for _ in range(4):  # the first fills the caches
+            ax.clear()
+            started = time.perf_counter()
+            picture(seqlen=4096, device="H100", ax=ax, **values)
+            seconds.append(time.perf_counter() - started)
+    finally:
+        plt.close(figure)
+    assert min(seconds[1:]) < 0.3
 
 
 def test_with_a_front_end_each_choice_has_a_control(monkeypatch):
@@ -44,6 +76,21 @@ def test_with_a_front_end_each_choice_has_a_control(monkeypatch):
     assert isinstance(card, ipywidgets.Dropdown)
     size.value, card.value = 2, "L4"
     assert seen[0] == (1, "H100") and seen[-1] == (2, "L4")
+
+
+def test_a_progress_bar_moves_with_a_front_end_and_is_silent_without(monkeypatch, capsys):
+    shown = []
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    monkeypatch.setattr(explorers, "has_front_end", lambda: True)
+    with explorers.progress_bar(2) as progress:
+        progress("first")
+        progress("second")
+    bar, label = shown[0].children
+    assert (bar.value, bar.max, label.value) == (1, 2, "second")
+    monkeypatch.setattr(explorers, "has_front_end", lambda: False)
+    with explorers.progress_bar(2) as progress:
+        progress("first")
+    assert len(shown) == 1 and capsys.readouterr() == ("", "")
 
 
 def test_a_run_of_the_series_has_no_front_end(monkeypatch):
@@ -78,7 +125,7 @@ def test_the_choice_drawn_keeps_its_budget():
     figure, ax = plt.subplots(layout="constrained")
     try:
         explorers.draw_plan(budget=0.5, device="H100", ax=ax)
-        (point,) = [line for line in ax.lines if line.get_marker() == "o"]
+        (point,) = [line for line in ax.lines if len(line.get_xdata()) == 1]
         costs = explorers.layer_costs(explorers.Workload(), explorers.find_device("H100"))
         assert point.get_xdata()[0] * 1e9 <= 0.5 * costs.most_bytes
     finally:

@@ -9,7 +9,6 @@ from gctutor.roofline import (
     ELEMENTWISE,
     GEMM,
     VIEW,
-    Stream,
     Work,
     attention_flop,
     bytes_of,
@@ -98,14 +97,3 @@ def test_time_is_the_larger_of_arithmetic_and_traffic():
     assert kernel_seconds(heavy, device) == pytest.approx(10**12 / (device.bf16_flop_per_s * gemm))
     assert kernel_seconds(light, device) == pytest.approx(10**9 / (device.bandwidth_bytes_per_s * memory))
     assert compute_seconds(heavy._replace(fp32=True), device) == pytest.approx(10**12 / (device.fp32_flop_per_s * gemm))
-
-
-def test_a_stream_waits_for_the_host_when_kernels_are_short():
-    stream = Stream(find_device("H100").model_copy(update={"launch_s": 1.0}))
-    assert stream.launch(5.0) == (1.0, 6.0)
-    assert stream.launch(0.5) == (6.0, 6.5)
-    for _ in range(6):
-        stream.launch(0.1)
-    assert stream.now == pytest.approx(8.1)
-    assert stream.busy_s == pytest.approx(6.1)
-    assert stream.launch(0.1, extra_host_s=2.0)[0] == pytest.approx(11.0)

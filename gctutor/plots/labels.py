@@ -271,14 +271,15 @@ def _leader_ends(point: np.ndarray, centres: np.ndarray, half: np.ndarray) -> np
 
 def _hits(point: np.ndarray, ends: np.ndarray, obstacles: Boxes) -> np.ndarray:
     """How many of ten samples of each leader, from the point to its end, lie on an obstacle."""
-    shares = np.linspace(0.1, 0.95, 10)
-    dots = point + shares[:, None, None] * (ends - point)
-    inside = (dots[:, :, None, :] >= obstacles[:, :2]) & (dots[:, :, None, :] <= obstacles[:, 2:])
-    return inside.all(-1).any(-1).sum(0)
+    dots = point + np.linspace(0.1, 0.95, 10)[:, None, None] * (ends - point)
+    x, y = dots[..., 0, None], dots[..., 1, None]
+    left, bottom, right, top = obstacles.T
+    return ((x >= left) & (x <= right) & (y >= bottom) & (y <= top)).any(-1).sum(0)
 
 
 def _overlap(a: Boxes, b: Boxes) -> np.ndarray:
     """Areas (len(a), len(b)) that the boxes have in common."""
-    low = np.maximum(a[:, None, :2], b[None, :, :2])
-    high = np.minimum(a[:, None, 2:], b[None, :, 2:])
-    return np.clip(high - low, 0, None).prod(-1)
+    width, height = (
+        np.minimum(a[:, None, i + 2], b[None, :, i + 2]) - np.maximum(a[:, None, i], b[None, :, i]) for i in (0, 1)
+    )
+    return width.clip(0) * height.clip(0)

@@ -36,6 +36,24 @@ HERE = {
     "cpu": {"model": "nano@3", "batch": 1, "seqlen": 256, "precision": "fp32"},
     "cuda": {"model": "Qwen3-8B", "batch": 1, "seqlen": 4096, "precision": "bf16"},
 }
+SWEEP_POLICIES = [
+    "none",
+    "block",
+    "block/2",
+    "block/4",
+    "block+offload",
+    "sub:mlp",
+    "sub:attn",
+    "sub:norms",
+    "ops:mm",
+    "ops:mm,core_attn",
+    "ops:mm,core_attn,-down_proj",
+    "modules:core_attn",
+    "modules:all",
+    "budget:0.2",
+    "budget:0.36",
+]
+SWEEP_SEQLENS = [1024, 2048, 4096, 8192, 16384, 32768]
 BYTES_TOLERANCE = {"cpu": 0.0, "cuda": 0.02}
 ROUNDS = 2
 STEPS = 1
@@ -371,6 +389,57 @@ four_times = cost(large, "block").activation_bytes / block.activation_bytes
 gt.check_close(four_times, 4, rel=0.01, what="activations at batch 4 over those at batch 1")
 
 # %% [markdown]
+# ## Does the choice change with the length?
+#
+# Every policy again at batch 1, at lengths from a page to a book. (All are estimated; with warm caches it takes a
+# second, the first time half a minute.)
+#
+# **Predict:** the *share* of bytes that a policy keeps is the same at every length. What about the share of time that
+# it adds: does it grow or shrink for `block`, and for `modules:all`?
+
+
+# %%
+def added_time(row):
+    """Time over `none` at the same length; in brackets where the step does not fit the card."""
+    share = row.step_s / without[row.workload.seqlen].step_s - 1
+    return f"{share:.1%}" if row.ok else f"({share:.1%})"
+
+
+with explorers.progress_bar(len(SWEEP_POLICIES) * len(SWEEP_SEQLENS)) as progress:
+    lengths = [workload.replace(seqlen=seqlen) for seqlen in SWEEP_SEQLENS]
+    swept = gt.sweep(lengths, SWEEP_POLICIES, device, progress=progress)
+without = {row.workload.seqlen: row for row in swept.where(policy="none")}
+frame = pd.DataFrame({"policy": row.policy, "tokens": row.workload.seqlen, "added": added_time(row)} for row in swept)
+display(Markdown(f"Time added to `none`, estimated for {device.name}; in brackets: the step does not fit that card."))
+frame.pivot(index="policy", columns="tokens", values="added").loc[SWEEP_POLICIES]
+
+
+# %%
+def added(policy, seqlen):
+    (row,) = swept.where(lambda row: row.policy == policy and row.workload.seqlen == seqlen)
+    return row.step_s / without[seqlen].step_s - 1
+
+
+shortest, longest_swept = min(SWEEP_SEQLENS), max(SWEEP_SEQLENS)
+kept_shares = {
+    row.activation_bytes / without[row.workload.seqlen].activation_bytes for row in swept.where(policy="block")
+}
+gt.check(
+    max(kept_shares) - min(kept_shares) < 0.01, "the share of bytes that block keeps does not depend on the length"
+)
+gt.check(
+    added("modules:all", longest_swept) < added("modules:all", shortest),
+    f"modules:all adds {added('modules:all', shortest):.1%} at {shortest:,} tokens and "
+    f"{added('modules:all', longest_swept):.1%} at {longest_swept:,}; block {added('block', shortest):.1%} and "
+    f"{added('block', longest_swept):.1%}",
+)
+
+# %% [markdown]
+# `block` replays the whole forward, so its share of the step stays what it was. But attention's work grows with the
+# *square* of the length and what it keeps only in proportion. So the longer the sequence, the better the bargain of
+# keeping attention: whatever keeps it (`modules:core_attn`, `modules:all`) adds less and less, and whatever replays it
+# (`ops:mm`, `sub:attn`) more and more.
+#
 # ## The same curve on your machine
 #
 # Real steps: the full model on a GPU, `nano` on a CPU. Bytes are predicted first.
