@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gctutor.errors import UserError
+from gctutor.plots.canvas import HEAD_MARGIN
 
 WIDE_IN = (13.333, 7.5)  # PowerPoint's 16:9 page
 TITLE = "Gradient checkpointing without guessing"
@@ -45,7 +46,7 @@ def _words(deck: Any, title: str, lines: Sequence[str]) -> None:
     from pptx.util import Inches, Pt
 
     slide = deck.slides.add_slide(deck.slide_layouts[5])
-    _title(slide, title, top=0.9, size=40)
+    _title(slide, title, left=0.8, top=0.9, size=36)
     box = slide.shapes.add_textbox(Inches(0.8), Inches(2.3), Inches(WIDE_IN[0] - 1.6), Inches(4.5)).text_frame
     box.word_wrap = True
     for index, line in enumerate(lines):
@@ -54,16 +55,18 @@ def _words(deck: Any, title: str, lines: Sequence[str]) -> None:
         paragraph.font.size, paragraph.space_after = Pt(22), Pt(12)
 
 
-def _title(slide: Any, text: str, *, top: float, size: int) -> None:
+def _title(slide: Any, text: str, *, left: float, top: float, size: int) -> None:
+    from pptx.enum.text import PP_ALIGN
     from pptx.util import Inches, Pt
 
     shape = slide.shapes.title
-    shape.left, shape.top = Inches(0.5), Inches(top)
-    shape.width, shape.height = Inches(WIDE_IN[0] - 1), Inches(1.0)
+    shape.left, shape.top = Inches(left), Inches(top)
+    shape.width, shape.height = Inches(WIDE_IN[0] - 2 * left), Inches(1.0)
+    shape.text_frame.margin_left = 0
     shape.text_frame.word_wrap = True
     shape.text = text
-    shape.text_frame.paragraphs[0].font.size = Pt(size)
-    shape.text_frame.paragraphs[0].font.bold = True
+    (line,) = shape.text_frame.paragraphs
+    line.alignment, line.font.size, line.font.bold = PP_ALIGN.LEFT, Pt(size), True
 
 
 def _picture(deck: Any, words: dict[str, Any], png: Path) -> None:
@@ -71,12 +74,12 @@ def _picture(deck: Any, words: dict[str, Any], png: Path) -> None:
     from pptx.util import Inches
 
     slide = deck.slides.add_slide(deck.slide_layouts[5])
-    _title(slide, words["title"], top=0.1, size=28)
     crop = words.get("title_height", 0.0)
     top = 1.1
     height = WIDE_IN[1] - top
     width = min(WIDE_IN[0], height * 16 / 9 / (1 - crop))
     left = (WIDE_IN[0] - width) / 2
+    _title(slide, words["title"], left=left + HEAD_MARGIN * width, top=0.1, size=24)
     picture = slide.shapes.add_picture(str(png), Inches(left), Inches(top), width=Inches(width))
     picture.crop_top = crop
     picture.height = Inches(width * 9 / 16 * (1 - crop))

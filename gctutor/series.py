@@ -207,20 +207,25 @@ def slides(
 
 
 def recommendation() -> list[str]:
-    """The closing slide: what the planner advises for Qwen3-8B on an H100 at 1 × 4096, as an estimate."""
+    """The closing slide: what the planner advises for Qwen3-8B on an H100 at three sizes, beside `block`; estimates."""
+    from gctutor.estimation import estimate
+    from gctutor.guide import KERNELS
     from gctutor.planner import plan
     from gctutor.workload import Workload
 
-    workload = Workload(optimizer="adamw8bit")
-    best = plan(workload, "H100")
-    if best.cost is None or best.cost.step_s is None or best.cost.peak_bytes is None:
-        return list(best.advice)
-    peak = f"a peak of {best.cost.peak_bytes / 1e9:.1f} GB and {best.cost.step_s * 1e3:.0f} ms a step"
-    return [
-        f"{workload.label}: estimated for {best.device.name}, {best.policy} gives {peak}.",
-        "For another card, batch or length: gctutor plan --help.",
-        "Before a long run: gctutor doctor, on the policy you chose.",
-    ]
+    lines = ["Qwen3-8B in full with 8-bit AdamW, estimated for an H100:", f"First, better kernels: {KERNELS}."]
+    for batch, seqlen in ((1, 4096), (4, 4096), (1, 32768)):
+        best = plan(Workload(batch=batch, seqlen=seqlen, kernels=KERNELS, optimizer="adamw8bit"), "H100")
+        block = estimate(best.workload, "block", "H100")
+        if best.cost is None or not best.cost.step_s or not best.cost.peak_bytes or not block.step_s:
+            lines += best.advice
+            continue
+        name = str(best.policy) if "@" not in str(best.policy) else "the planner's mix of kept modules"
+        lines.append(
+            f"{batch} × {seqlen:,}: {name}, a peak of {best.cost.peak_bytes / 1e9:.0f} GB and "
+            f"{1e3 * best.cost.step_s:,.0f} ms a step, where block takes {1e3 * block.step_s:,.0f}."
+        )
+    return [*lines, "Your own case: gctutor plan. Before a long run: gctutor doctor."]
 
 
 # Committed pairs

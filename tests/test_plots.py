@@ -270,10 +270,17 @@ def losses() -> dict[str, list[float]]:
     return {policy: [loss + shift for loss in base] for policy, shift in shifted.items()}
 
 
+def gradient_errors() -> dict[str, dict[str, float]]:
+    layers = ["embed_tokens", "layers.0", "layers.1", "norm", "lm_head"]
+    runs = {"bf16, no recompute": 1.0, "bf16, unordered sums in the replay": 1.1, "bf16, in-place bug": 30.0}
+    return {name: {layer: 0.01 * factor for layer in layers} for name, factor in runs.items()}
+
+
 DRAWINGS = {
     "pareto": lambda: plots.plot_pareto(estimated(), limit_bytes=30e9, limit_label="40 GB card: 30 GB left"),
     "pareto_mixed": lambda: plots.plot_pareto(mixed(), limit_bytes=28e9),
     "pareto_tokens": lambda: plots.plot_pareto(estimated(), y="tokens_per_s"),
+    "pareto_planner": lambda: plots.plot_pareto(estimated(), planner=[(4e9, 0.53), (15e9, 0.46), (34e9, 0.42)]),
     "timeline": lambda: plots.plot_memory_timeline(timelines()["none"]),
     "timeline_block": lambda: plots.plot_memory_timeline(timelines()["block"]),
     "gantt": lambda: plots.plot_gantt(timelines())[0],
@@ -284,6 +291,7 @@ DRAWINGS = {
     "roi": lambda: plots.plot_roi(operators(), subtitle="Qwen3-8B, 1 × 4096, hf, bf16 · estimated for H100 SXM"),
     "waterfall": lambda: plots.plot_waterfall(waterfall()),
     "predicted": lambda: plots.plot_predicted_vs_measured(pairs())[0],
+    "gradients": lambda: plots.plot_gradient_errors(gradient_errors(), subtitle="nano, 2 × 32 · measured on CPU"),
     "losses": lambda: plots.plot_loss_curves(
         losses(), subtitle="nano, 2 × 256, hf, fp32 · measured on CPU, 2025-03-04"
     ),
@@ -502,6 +510,19 @@ def test_roofline_labels_name_a_site_for_the_layer_itself_and_the_phase_only_whe
     assert "layer" in texts
     texts = [text.get_text() for text in plots.plot_roofline(operators(), DEVICE).texts]
     assert "core_attn (forward)" in texts and "core_attn (backward)" in texts
+
+
+def test_a_waterfall_gives_no_change_no_sign():
+    ax = plots.plot_waterfall([("a", cost("none", 30, 400)), ("b", cost("none", 30, 400))])
+    assert "±0.00 ms" in [text.get_text() for text in ax.texts]
+
+
+def test_the_planners_line_stands_in_for_the_steps():
+    answers = [(4e9, 0.53), (34e9, 0.42)]
+    ax = plots.plot_pareto(estimated(), planner=answers)
+    (line,) = [line for line in ax.lines if len(line.get_xdata()) > 1]
+    assert line.get_xydata() == pytest.approx(np.array([(4, 530), (34, 420)]))
+    assert "the planner" in [text.get_text() for text in ax.texts]
 
 
 def test_a_waterfall_needs_values():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gctutor.estimation import estimate
+from gctutor.pairs import lessons
 from gctutor.workload import Workload
 
 ROOT = Path(__file__).parent.parent
@@ -24,6 +25,14 @@ def test_the_tables_figures_are_estimates_made_now(words, gigabytes, millisecond
     cost = estimate(Workload(kernels=kernels), words.split("`")[1], "H100")
     assert f"{cost.activation_bytes / 1e9:.1f}" == gigabytes
     assert f"{cost.step_s * 1e3:.0f}" == milliseconds
+
+
+def test_the_series_table_gives_each_lessons_title_number_and_minutes():
+    rows = re.findall(r"^\| \[(\d+)\. [^\]]+\]\(notebooks/(\w+)\.ipynb\) \| (\d+) \|", README, re.MULTILINE)
+    assert [name for _, name, _ in rows] == [lesson.name for lesson in lessons()]
+    for (number, name, minutes), lesson in zip(rows, lessons(), strict=True):
+        assert name.startswith(f"{int(number):02}_")
+        assert f"**Time:** {minutes} minutes of reading" in lesson.source.read_text(encoding="utf-8")
 
 
 def test_links_lead_to_files():

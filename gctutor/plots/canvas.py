@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from gctutor.plots.style import QUIET_INK
 from gctutor.plots.words import balanced, wrapped
 
-_MARGIN = 0.02  # of the figure, left and right of the heading
+HEAD_MARGIN = 0.02  # of the figure, left and right of the heading
 _HEADING = "heading"
 
 
@@ -64,14 +64,23 @@ def head(axes: Axes | Sequence[Axes], title: str, subtitle: str) -> None:
 def _head_of_figure(figure: Figure, title: str, subtitle: str) -> None:
     width, height = 72 * figure.get_size_inches()
     big, small = rcParams["axes.titlesize"], rcParams["font.size"]
-    usable = (1 - 2 * _MARGIN) * width
+    usable = (1 - 2 * HEAD_MARGIN) * width
     title, subtitle = balanced(title, usable, big, "bold"), wrapped(subtitle, usable, small)
     top = 0.5 * big
     figure.text(
-        _MARGIN, 1 - top / height, title, size=big, weight="bold", va="top", linespacing=1.15, gid=f"{_HEADING}-title"
+        HEAD_MARGIN,
+        1 - top / height,
+        title,
+        size=big,
+        weight="bold",
+        va="top",
+        linespacing=1.15,
+        gid=f"{_HEADING}-title",
     )
     top += 1.3 * big * len(title.splitlines()) + 0.15 * big
-    figure.text(_MARGIN, 1 - top / height, subtitle, size=small, color=QUIET_INK, va="top", gid=f"{_HEADING}-subtitle")
+    figure.text(
+        HEAD_MARGIN, 1 - top / height, subtitle, size=small, color=QUIET_INK, va="top", gid=f"{_HEADING}-subtitle"
+    )
     top += 1.25 * small * len(subtitle.splitlines()) + 0.4 * small
     engine = figure.get_layout_engine()
     assert isinstance(engine, ConstrainedLayoutEngine)

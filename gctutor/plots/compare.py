@@ -52,9 +52,10 @@ def plot_waterfall(
             {"color": GREEN} if good else {"facecolor": "#F9D9C2", "edgecolor": VERMILLION, "hatch": "//"}
         )
         ax.bar(at, abs(after - before), 0.62, bottom=min(before, after), linewidth=0, **look)
-        sign = "+" if after > before else "−"
-        color = readable(GREEN if good else VERMILLION)
-        _above(ax, at, max(before, after), f"{sign}{number(abs(after - before))} {q.unit}", color)
+        change = number(abs(after - before))
+        sign = "±" if change == number(0) else "+" if after > before else "−"
+        color = INK if sign == "±" else readable(GREEN if good else VERMILLION)
+        _above(ax, at, max(before, after), f"{sign}{change} {q.unit}", color)
     ax.bar(len(steps), values[-1], 0.62, color=INK)
     _above(ax, 0, values[0], f"{number(values[0])} {q.unit}", INK)
     _above(ax, len(steps), values[-1], f"{number(values[-1])} {q.unit}", INK)

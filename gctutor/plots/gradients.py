@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib import rcParams
 from matplotlib.axes import Axes
+from matplotlib.text import Annotation
 from matplotlib.ticker import MaxNLocator
 
 from gctutor.plots.canvas import dress, head, new_axes, plain_log
 from gctutor.plots.labels import end_label, label_ends
 from gctutor.plots.style import BLACK, BLUE, DASHES, GREEN, ORANGE, PURPLE, VERMILLION, readable, styled
-from gctutor.plots.words import NBSP
+from gctutor.plots.words import NBSP, wrapped
 
 COLORS = (BLACK, BLUE, GREEN, VERMILLION, ORANGE, PURPLE)
 MARKERS = "oD^sPX"
@@ -34,15 +35,21 @@ def plot_gradient_errors(
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         values = list(errors.values())
         ax.plot(values, color=color, marker=marker, linestyle=DASHES[number % len(DASHES)])
-        labels.append(end_label(ax, name, len(values) - 1, values[-1], color=readable(color), weight="bold"))
+        labels.append(_end(ax, name, values, color))
     layers = list(next(iter(curves.values())))
-    ax.set_xticks(range(len(layers)), layers)
+    ax.set_xticks(range(len(layers)), [layer if len(layer) < 9 else layer.replace("_", "_\n") for layer in layers])
     label_ends(ax, labels)
     worst = {name: max(errors.values()) for name, errors in curves.items()}
     low, high = min(worst, key=worst.__getitem__), max(worst, key=worst.__getitem__)
     finding = f"{_percent(worst[low])} off with {low}, {_percent(worst[high])} with {high}"
     head(ax, title or finding, subtitle)
     return ax
+
+
+def _end(ax: Axes, name: str, values: Sequence[float], color: str) -> Annotation:
+    """The name of a run at the end of its line, in lines that leave most of the width to the axes."""
+    text = wrapped(name, 12 * rcParams["font.size"], rcParams["font.size"], "bold")
+    return end_label(ax, text, len(values) - 1, values[-1], color=readable(color), weight="bold")
 
 
 def _percent(share: float) -> str:
@@ -71,7 +78,7 @@ def plot_gradient_norms(
         found = list(jumps.get(name, ()))
         rings = {"markersize": 2 * rcParams["lines.markersize"], "markerfacecolor": "none"}
         ax.plot(found, np.array(values)[found], "o", color=color, **rings)
-        labels.append(end_label(ax, name, len(values) - 1, values[-1], color=readable(color), weight="bold"))
+        labels.append(_end(ax, name, values, color))
     label_ends(ax, labels)
     seen = [name for name in norms if jumps.get(name)]
     quiet = [name for name in norms if not jumps.get(name)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from matplotlib import rcParams
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -12,7 +13,7 @@ from matplotlib.text import Annotation, Text
 
 from gctutor.plots.canvas import dress, head, new_axes
 from gctutor.plots.labels import annotation, label_points
-from gctutor.plots.style import INK, PALE, QUIET_INK, family_look, styled
+from gctutor.plots.style import FAMILY_STYLE, INK, PALE, QUIET_INK, family_look, readable, styled
 from gctutor.plots.words import Quantity, more_or_less, policy_lines, quantity, row_names, subtitle
 from gctutor.results import Results, StepCost
 
@@ -52,11 +53,13 @@ def plot_pareto(
     y: str = "step_s",
     limit_bytes: float | None = None,
     limit_label: str | None = None,
+    planner: Sequence[tuple[float, float]] = (),
     title: str | None = None,
 ) -> Axes:
     """Each row at (`x`, `y`): filled when measured or recorded, hollow when estimated, grey when dominated.
 
-    Estimated rows and the others have a frontier each. Bars run from the fastest to the slowest repeat. Rows out of
+    Estimated rows and the others have a frontier each; with the `planner`'s answers, pairs of `x` and `y` in SI units
+    and ascending, that line is drawn instead. Bars run from the fastest to the slowest repeat. Rows out of
     memory stand hollow at the limit (`limit_bytes`, in the units of `x`; without one, at the right edge). Rows that
     were refused or failed are named in the subtitle.
     """
@@ -67,7 +70,10 @@ def plot_pareto(
     drawn = [row for row in results if _placed(row, x, y)]
     fronts = [frontier(group, x, y) for group in _by_certainty(drawn)]
     _set_limits(ax, drawn, qx, qy, x, y, limit_bytes)
-    lines = [_step_line(ax, front, qx, qy, x, y) for front in fronts]
+    if planner:
+        lines, labels = _planner_line(ax, np.array(planner) / (qx.scale, qy.scale))
+    else:
+        lines, labels = [_step_line(ax, front, qx, qy, x, y) for front in fronts], []
     texts = [_arrow_to_better(ax, qy)]
     if limit_bytes is not None:
         line, text = _limit(ax, limit_bytes / qx.scale, limit_label or f"limit {qx.show(limit_bytes)}")
@@ -75,8 +81,8 @@ def plot_pareto(
         texts.append(text)
     best = {id(row) for front in fronts for row in front}
     lines += [bar for row in drawn for bar in _spread_bar(ax, row, id(row) in best, qx, qy, x, y)]
-    marks, labels = _points(ax, drawn, named, best, qx, qy, x, y)
-    labels += _out_of_memory(ax, [row for row in results if row.status == "oom"], named, qx, limit_bytes)
+    marks, names = _points(ax, drawn, named, best, qx, qy, x, y)
+    labels += names + _out_of_memory(ax, [row for row in results if row.status == "oom"], named, qx, limit_bytes)
     label_points(ax, labels, lines=lines + marks, texts=texts)
     head(ax, title or _finding(fronts, named, qx, qy, x, y), _under(results, drawn, named))
     return ax
@@ -121,6 +127,14 @@ def _step_line(ax: Axes, front: Results, qx: Quantity, qy: Quantity, x: str, y: 
         zorder=1,
     )
     return line
+
+
+def _planner_line(ax: Axes, points: np.ndarray) -> tuple[list[Line2D], list[Annotation]]:
+    """The planner's answers (n, 2), in the units shown, and the name of the line in its upper part."""
+    color = FAMILY_STYLE["budget"].color
+    upper = points[len(points) // 6]
+    label = annotation(ax, "the planner", *upper, color=readable(color), style="italic", marked=False)
+    return ax.plot(*points.T, color=color, zorder=1), [label]
 
 
 def _spread_bar(ax: Axes, row: StepCost, best: bool, qx: Quantity, qy: Quantity, x: str, y: str) -> list[Line2D]:

@@ -89,9 +89,9 @@ def _cluster_name(group: Sequence[OperatorCost], one_phase: bool) -> str:
 def _frame(ax: Axes, shown: Sequence[OperatorCost], device: Device) -> None:
     ridge, top = device.ridge(), device.bf16_flop_per_s / TFLOP
     xs = [op.intensity for op in shown] or [ridge]
-    left = 0.4 * min([*xs, ridge / 10])
+    left = 0.15 * min([*xs, ridge / 10])
     ax.set_xlim(left, 2.5 * max([*xs, 2 * ridge]))
-    ax.set_ylim(0.25 * min([left * device.bandwidth_bytes_per_s / TFLOP, *map(_rate, shown)]), 2 * top)
+    ax.set_ylim(0.08 * min([left * device.bandwidth_bytes_per_s / TFLOP, *map(_rate, shown)]), 8 * top)
 
 
 def _ceilings(ax: Axes, device: Device) -> tuple[list[Line2D], list[Text]]:

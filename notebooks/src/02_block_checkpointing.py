@@ -40,7 +40,7 @@ from IPython.display import Markdown, display
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import gctutor as gt
-from gctutor import plots
+from gctutor import explorers, plots
 from gctutor.claims import find_claim
 from gctutor.measurement import default_device
 from gctutor.planner import RESERVE_BYTES
@@ -417,6 +417,16 @@ gt.check_close(copies, 3, rel=0.02, what="copies of the fp32 logits at the peak"
 # At batch 1 under `block` the gradients win, at batch 4 the loss does, and no policy for the layers lowers either by
 # more than the layers' inputs. Notebook 6 shows the kernel that lowers the loss's: a fused loss.
 #
+# Try it: with a front end these are controls; here the peak without checkpointing stands beside the peak with it.
+
+# %%
+explorers.explore(
+    explorers.draw_timeline,
+    {"policy": ["none", "block/2", "block"], "seqlen": SEQLENS, "device": [DEVICE, "A100 80GB", "RTX 4090"]},
+    static=[{"policy": policy, "seqlen": SEQLEN, "device": DEVICE} for policy in ("none", "block")],
+)
+
+# %% [markdown]
 # ### Hold the loss, not the output
 #
 # One copy more is easily kept by accident. The output object of a Hugging Face model holds the logits, and as long as

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 import gctutor as gt
-from gctutor import plots
+from gctutor import explorers, plots
 from gctutor.claims import find_claim
 from gctutor.measurement import default_device
 from gctutor.operators import layer_operators
@@ -149,6 +149,17 @@ gt.check(
     "intensities do not depend on the card",
 )
 gt.check(other_share < memory_share, "the card with the lower ridge spends a smaller share left of it")
+
+# %% [markdown]
+# Try it: how short must a sequence be until the products slide down the slope? With a front end these are controls;
+# here are two lengths.
+
+# %%
+explorers.explore(
+    explorers.draw_roofline,
+    {"seqlen": [64, 128, 256, 512, 1024, SEQLEN], "device": [DEVICE, OTHER_DEVICE, "L4", "B200"]},
+    static=[{"seqlen": tokens, "device": DEVICE} for tokens in (64, 512)],
+)
 
 # %% [markdown]
 # ## The article's table, corrected

@@ -21,7 +21,6 @@ BATCH = 1
 SEQLEN = 4096
 DEVICE = "H100"
 BUDGET = 0.4
-SHARES = [0.25, 0.4, 0.6]
 GREEDY_SHARES = [0.15, 0.25, 0.4, 0.6, 0.8]
 SHORT = {
     "cpu": {"model": "nano", "layers": 4, "batch": 1, "seqlen": 32, "precision": "fp32"},
@@ -426,13 +425,12 @@ check_exercise_1(answer)
 # ## The planner's frontier over every other policy
 #
 # The programme answers for any budget, so we draw its answers as a line: bytes from the sums, time as `none`'s step
-# plus the recompute. Into the same plot go the policies of the last notebooks, torchtitan's rule
-# (`ops:every2mm,core_attn`), and a few plans traced in full.
+# plus the recompute. Into the same plot go the policies of the last notebooks and torchtitan's rule
+# (`ops:every2mm,core_attn`).
 #
 # **Predict:** which named policies touch the planner's line?
 
 # %%
-plans = gt.Results(gt.estimate(workload, f"budget:{share}", DEVICE) for share in SHARES)
 line = gt.frontier(workload, DEVICE, points=60)
 slack = costs.most_bytes - none.activation_bytes  # the sums take the first layer for a middle one
 
@@ -446,14 +444,11 @@ above = {row.policy: above_the_line(row) for row in named}
 touching = [policy for policy, seconds in above.items() if seconds < 1e-4]
 farthest = max(above, key=above.get)
 title = f"No named policy lies below the planner's line; {farthest} is {1e3 * above[farthest]:.0f} ms above it"
-ax = plots.plot_pareto(named + plans, title=title)
-gigabytes = [choice.activation_bytes / 1e9 for choice in line]
-milliseconds = [1e3 * (none.step_s + choice.recompute_s) for choice in line]
-look = plots.FAMILY_STYLE["budget"]
-ax.plot(gigabytes, milliseconds, color=look.color, linewidth=1.5, zorder=1.5)
+answers = [(choice.activation_bytes, none.step_s + choice.recompute_s) for choice in line]
+ax = plots.plot_pareto(named, planner=answers, title=title)
 caption = (
-    f"Solid: the planner's answer at every budget (dashed: the best of the points drawn). {', '.join(touching)} touch "
-    f"it; {farthest} is {1e3 * above[farthest]:.0f} ms slower than the planner with the same bytes."
+    f"The line is the planner's answer at every budget. {', '.join(touching)} touch it; {farthest} is "
+    f"{1e3 * above[farthest]:.0f} ms slower than the planner with the same bytes."
 )
 _ = plots.save_figure(ax.figure, "05_frontier", alt=caption, caption=caption)
 

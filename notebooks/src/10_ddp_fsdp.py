@@ -411,12 +411,12 @@ table
 
 # %%
 with plots.notebook():
-    fig, ax = plt.subplots(figsize=(9, 5), layout="constrained")
+    fig, ax = plt.subplots(layout="constrained")
     for policy, rows in peaks.items():
         look = plots.FAMILY_STYLE[policy.partition(":")[0]]
         values = [row.peak_bytes / 1e9 for row in rows.values()]
         ax.plot(GPUS, values, color=look.color, marker=look.marker, markerfacecolor="white")
-        ax.annotate(policy, (GPUS[-1], values[-1]), xytext=(8, 0), textcoords="offset points", color=look.color)
+        ax.annotate(policy, (GPUS[-1], values[-1]), xytext=(12, 0), textcoords="offset points", va="center")
     ax.set_xscale("log", base=2)
     ax.set_xticks(GPUS, [str(n) for n in GPUS])
     ax.set_ylim(0)
