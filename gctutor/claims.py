@@ -271,7 +271,8 @@ def _verdict(data: object, path: Path) -> Verdict:
 def scorecard(folder: Path | str | None = None, committed: Path | str = COMMITTED) -> pandas.DataFrame:
     """Every claim, one row: what is claimed, the verdict, why, from which source and notebook, and its `status`.
 
-    Of several verdicts the one from the strongest source counts (measured, recorded, estimated), then the later one.
+    Of several verdicts the one from the strongest source counts (measured, recorded, estimated), then that of the
+    claim's own notebook.
     """
     import pandas
 
@@ -281,7 +282,11 @@ def scorecard(folder: Path | str | None = None, committed: Path | str = COMMITTE
     rows = []
     for claim in list_claims():
         found = given.get(claim.id)
-        best = max(found, key=lambda v: (STRENGTH.index(v.source), v.notebook)) if found else None
+        best = (
+            max(found, key=lambda v: (STRENGTH.index(v.source), v.notebook == claim.notebook, v.notebook))
+            if found
+            else None
+        )
         rows.append(
             {
                 "id": claim.id,

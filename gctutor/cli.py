@@ -213,7 +213,7 @@ def plan(
         progress("planning")
         found = plan(workload, device, budget=budget, fits_in=limit)
     rows = [row for row in (found.none, found.block, found.cost) if row is not None]
-    lines = lines_to_paste(found.policy) if found.fits else {}
+    lines = lines_to_paste(found.policy, found.workload) if found.fits else {}
     if json_:
         answer = {"policy": found.policy if found.fits else None, "advice": found.advice, "lines": lines}
         print(json.dumps({**answer, "rows": [row.to_dict() for row in rows]}, indent=1, ensure_ascii=False))

@@ -18,8 +18,9 @@ from gctutor import tracing, workload as workloads
 from gctutor.devices import Device, find_device
 from gctutor.policies import Mechanism, Policy, PolicyError, Request, concrete as named, parse
 from gctutor.results import Results, StepCost, provenance
+from gctutor.roofline import ELEMENTWISE, Work
 from gctutor.simulation import Timeline, simulate
-from gctutor.steptrace import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTE, StepTrace
+from gctutor.steptrace import BACKWARD, FORWARD, HEAD, MOVING, OPTIMIZER, RECOMPUTE, Kernel, Run, Segment, StepTrace
 from gctutor.tracecache import cache_folder, fingerprint, load, store
 from gctutor.workload import Workload
 
@@ -199,14 +200,30 @@ def _trace_now(workload: Workload, policy: Policy, kinds: tuple[Mechanism, ...],
             )
             state.verify(step.recomputed_layers)
         if workload.optimizer == "adamw8bit":
-            extra, layer = (eight_bit_state_bytes(part) for part in (model, workloads.decoder_layers(model)[0]))
-            static, one_layer = step.static_bytes + extra, step.layer_static_bytes + layer
-            step = dataclasses.replace(step, static_bytes=static, layer_static_bytes=one_layer)
+            step = _with_eight_bit_adamw(step, model)
     return step
 
 
+def _with_eight_bit_adamw(step: StepTrace, model: Any) -> StepTrace:
+    """The step with bitsandbytes' state and update, by formula: its kernels need a GPU and cannot be traced.
+
+    The update reads the gradients and reads and writes weights and state.
+    """
+    extra, layer = (eight_bit_state_bytes(part) for part in (model, workloads.decoder_layers(model)[0]))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    numel, sizes = sum(p.numel() for p in trained), sum(p.numel() * p.element_size() for p in trained)
+    work = Work(ELEMENTWISE, numel, 3 * sizes + 2 * extra, False)
+    update = Kernel("adamw8bit", "", OPTIMIZER, work, (0,) * len(MOVING), (0,) * len(MOVING))
+    return dataclasses.replace(
+        step,
+        segments=(*step.segments, Segment(HEAD, OPTIMIZER, Run([update]))),
+        static_bytes=step.static_bytes + extra,
+        layer_static_bytes=step.layer_static_bytes + layer,
+    )
+
+
 def eight_bit_state_bytes(module: Any) -> int:
-    """Bytes of bitsandbytes' 8-bit AdamW state, by formula: its kernels need a GPU and cannot be traced.
+    """Bytes of bitsandbytes' 8-bit AdamW state.
 
     Two bytes a parameter and two fp32 scales a block of 256; tensors under 4096 elements keep fp32 state
     (T. Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, and the library's defaults).

@@ -95,6 +95,10 @@ def _notes(workload: Workload) -> tuple[str, ...]:
         )
     else:
         notes.append("The frozen weights have no gradients, so a replay is a larger share of the step.")
+    notes.append(
+        "The peak is that of a step that begins without gradients; with gradient accumulation they stay alive through "
+        "the next forward, which can raise it by their size."
+    )
     if workload.chunked_loss is not None:
         notes.append("The chunked loss needs torch 2.13; with an older one take the kernels 'liger'.")
     return tuple(notes)

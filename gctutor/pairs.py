@@ -108,6 +108,9 @@ def hollow(notebook: NotebookNode) -> Iterator[str]:
     for number, cell in enumerate(code, start=1):
         if cell.execution_count != number:
             yield f"code cell {number} of {len(code)} has the execution count {cell.execution_count}"
+        shown = any("image/png" in output.get("data", {}) for output in cell.outputs)
+        if "save_figure(" in cell.source and not shown:
+            yield f"code cell {number} of {len(code)} saves a figure and shows none"
     if not any(cell.outputs for cell in code):
         yield "no cell has an output"
 

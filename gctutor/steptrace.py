@@ -192,9 +192,11 @@ class StepTrace:
         def outside(segment: Segment) -> Segment:
             return dataclasses.replace(segment, kernels=Run(k.stretched(representatives) for k in segment.kernels))
 
-        last = [s for s in self.segments if s.phase == OPTIMIZER or (s.phase == BACKWARD and s.layer == START)]
         segments = [outside(forward[START]), *(layer(i, forward) for i in range(n)), outside(forward[HEAD])]
-        segments += [outside(backward[HEAD]), *(layer(i, backward) for i in reversed(range(n))), *map(outside, last)]
+        segments += [outside(backward[HEAD]), *(layer(i, backward) for i in reversed(range(n)))]
+        segments += [outside(s) for s in self.segments if s.phase == BACKWARD and s.layer == START]
+        more = _gradient_bytes(segments) / (_gradient_bytes(self.segments) or 1)
+        segments += [_times(outside(s), more) for s in self.segments if s.phase == OPTIMIZER]
 
         def everywhere(sizes: Sizes) -> Sizes:
             longer = {key: size for key, size in sizes.items() if not isinstance(key[0], int)}
@@ -205,6 +207,23 @@ class StepTrace:
         static = self.static_bytes + (n - self.n_layers) * self.layer_static_bytes
         sizes: dict[str, Any] = {name: everywhere(getattr(self, name)) for name in BY_SITE}
         return dataclasses.replace(self, segments=tuple(segments), n_layers=n, static_bytes=static, **sizes)
+
+
+def _gradient_bytes(segments: Sequence[Segment]) -> int:
+    """Bytes of gradients made before the optimizer runs: in proportion to the parameters that it updates."""
+    column = MOVING.index("gradients")
+    return int(sum(segment.kernels.born[:, column].sum() for segment in segments if segment.phase != OPTIMIZER))
+
+
+def _times(segment: Segment, factor: float) -> Segment:
+    """The segment with `factor` times the work: the optimizer handles all parameters in a few kernels."""
+
+    def grown(work: Work) -> Work:
+        return work._replace(flop=round(work.flop * factor), bytes=round(work.bytes * factor))
+
+    return dataclasses.replace(
+        segment, kernels=Run(dataclasses.replace(k, work=grown(k.work)) for k in segment.kernels)
+    )
 
 
 def is_loss(site: str) -> bool:

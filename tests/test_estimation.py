@@ -13,7 +13,8 @@ from gctutor.errors import UserError
 from gctutor.estimation import estimate, shorten, sweep, timeline, trace
 from gctutor.policies import concrete
 from gctutor.simulation import stream_ends
-from gctutor.workload import Workload
+from gctutor.steptrace import OPTIMIZER
+from gctutor.workload import Workload, build
 
 # Full depth, bf16, traced once by an independent prototype on the same versions: activations, peak less static.
 REFERENCE = {
@@ -166,6 +167,20 @@ def test_adamw_state_is_static_and_its_8_bit_form_is_a_quarter():
     plain, full, small = (estimate(Workload(optimizer=o), "block", "H200").static_bytes for o in optimizers)
     assert full - plain == pytest.approx(2 * plain, rel=1e-3)
     assert small - plain == pytest.approx(plain, rel=0.02)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "sgd"])
+@pytest.mark.parametrize("trainable", ["full", "lora:8"])
+def test_the_optimizers_work_is_that_of_every_layer(optimizer, trainable):
+    workload = Workload("nano", seqlen=32, optimizer=optimizer, trainable=trainable)
+
+    def moved(step):
+        return sum(k.work.bytes for s in step.segments if s.phase == OPTIMIZER for k in s.kernels)
+
+    short, full = trace(workload, "none"), trace(workload, "none", exact=True)
+    assert moved(short) == pytest.approx(moved(full), rel=1e-3)
+    parameters = sum(p.numel() for p in build(workload, "meta").parameters() if p.requires_grad)
+    assert moved(full) >= 6 * parameters  # bf16: the gradient read, the weight read and written, and state on top
 
 
 def test_timeline_peaks_where_the_trace_does_and_names_the_owner():

@@ -75,7 +75,7 @@ def test_the_planner_is_never_slower_than_the_rung():
 def test_notes_fit_the_question():
     assert "bf16" in guide._notes(ask("B200", 1).workload.replace(trainable="full"))[0]
     lora = guide._notes(ask("B200", 1).workload)
-    assert len(lora) == 1 and "frozen" in lora[0]
+    assert len(lora) == 2 and "frozen" in lora[0] and "accumulation" in lora[1]
 
 
 def test_bad_input_is_one_sentence():

@@ -116,6 +116,14 @@ def test_inlined_pictures_are_not_read_as_text(executed):
     assert check_pair(executed) == []
 
 
+def test_a_cell_that_saves_a_figure_must_show_it(executed):
+    executed.cells[1].source = '_ = plots.save_figure(ax.figure, "01_x")'
+    executed.cells[1].outputs = []
+    assert "code cell 1 of 2 saves a figure and shows none" in check_pair(executed)
+    executed.cells[1].outputs = [nbformat.v4.new_output("display_data", {"image/png": "AAAA"})]
+    assert check_pair(executed) == []
+
+
 def test_hollow_pairs_are_refused(executed):
     silent = copy.deepcopy(executed)
     silent.cells[2].outputs = []

@@ -5,6 +5,7 @@ import itertools
 import math
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 from gctutor import planner
@@ -17,7 +18,7 @@ from gctutor.planner import plan, resolve
 from gctutor.policies import PolicyError, catalogue, concrete, parse
 from gctutor.policies.modules import ALL
 from gctutor.simulation import seconds_of
-from gctutor.workload import Workload
+from gctutor.workload import Workload, build, inputs
 
 NANO = Workload("nano", seqlen=128)
 DEEP = Workload("nano", seqlen=1024)  # its layers, not its loss, make the peak
@@ -264,6 +265,22 @@ def test_lines_of_a_plan_apply_the_very_policy():
     assert all(f'parse("{text}").applied(model)' in line for line in lines.values())
     for line in lines.values():
         compile(line, "pasted", "exec")
+
+
+def test_what_a_plan_takes_for_granted_comes_first_and_runs():
+    workload = NANO.replace(kernels="hf+chunked", trainable="lora:4", optimizer="sgd", layers=1)
+    lines = lines_to_paste("block", workload)
+    assert next(iter(lines)) == "setting" and "setting" not in lines_to_paste("block", NANO)
+    scope = {"model": build(NANO.replace(layers=1)), "torch": torch}
+    exec(lines["setting"], scope)
+    ours = [name for name, p in build(workload).named_parameters() if p.requires_grad]
+    assert [name for name, p in scope["model"].named_parameters() if p.requires_grad] == ours
+    assert isinstance(scope["optimizer"], torch.optim.SGD)
+    assert scope["model"](**inputs(NANO)).logits is None
+    assert (
+        "liger.patch(model, ('rms_norm', 'rope'))"
+        in lines_to_paste("none", Workload(kernels="liger:rms_norm,rope"))["setting"]
+    )
 
 
 def test_native_switches_are_named_where_they_exist():

@@ -512,6 +512,17 @@ def test_roofline_labels_name_a_site_for_the_layer_itself_and_the_phase_only_whe
     assert "core_attn (forward)" in texts and "core_attn (backward)" in texts
 
 
+def test_a_style_leaves_alone_what_a_notebooks_backend_switches_on_inside_it():
+    """The inline backend shows a cell's figures only while `interactive` is on, and it loads with the first figure."""
+    before = plt.rcParams["font.size"]
+    try:
+        with plots.slide():
+            plt.ion()
+        assert plt.isinteractive() and plt.rcParams["font.size"] == before
+    finally:
+        plt.ioff()
+
+
 def test_a_waterfall_gives_no_change_no_sign():
     ax = plots.plot_waterfall([("a", cost("none", 30, 400)), ("b", cost("none", 30, 400))])
     assert "±0.00 ms" in [text.get_text() for text in ax.texts]

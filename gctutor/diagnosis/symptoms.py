@@ -61,8 +61,9 @@ def _gradients(patient: Patient, without: Without, treated: With) -> Iterator[Fi
         yield Finding(
             WARNING,
             "not_reproducible",
-            f"Two steps without checkpointing and with one seed differ by up to {without.noise:.0%}: something draws "
-            "random numbers outside torch, numpy and Python, so a difference proves nothing here.",
+            f"Two steps without checkpointing and with one seed differ by up to {without.noise:.0%}: something "
+            "changes from step to step, a hook or buffer with state or random numbers outside torch, numpy and Python, "
+            "so a difference proves nothing here.",
         )
     elif worst.worst <= allowed:
         how = f"up to rounding: {worst.worst:.1e} at worst" if worst.worst else "to the last bit"

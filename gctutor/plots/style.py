@@ -121,11 +121,15 @@ def slide() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _style(settings: dict[str, Any]) -> Iterator[None]:
+    # Not rc_context: it would also put back `interactive`, which the notebook's backend switches on when it loads
+    # inside the block; figures would then no longer be shown at the end of a cell.
+    before = {name: matplotlib.rcParams[cast(Any, name)] for name in settings}
     token = _active.set(True)
+    matplotlib.rcParams.update(cast(Any, settings))
     try:
-        with matplotlib.rc_context(cast(Any, settings)):
-            yield
+        yield
     finally:
+        matplotlib.rcParams.update(cast(Any, before))
         _active.reset(token)
 
 
