@@ -15,7 +15,7 @@ READY := .venv/ready
 STOP = { echo "make: $$why" >&2; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help notebooks test lab check refresh slides site bench clean
+.PHONY: help notebooks test lab lint check refresh slides site bench clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z]*\):.* ## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -30,10 +30,12 @@ test: $(READY) ## Run every test
 lab: $(READY) ## Open the series in JupyterLab
 	@$(BIN)/jupyter lab notebooks
 
-check: $(READY) ## Lint, format, types and the quick tests: about two minutes
+lint: $(READY) ## Lint, format and types
 	@why="ruff found something: '$(BIN)/ruff check --fix' mends most of it."; $(BIN)/ruff check || $(STOP)
 	@why="some files are not formatted: run '$(BIN)/ruff format'."; $(BIN)/ruff format --check || $(STOP)
 	@why="mypy found types that do not fit: read the lines above."; $(BIN)/mypy || $(STOP)
+
+check: lint ## What 'lint' does, and the quick tests: about two minutes
 	@why="a quick test failed: read the lines above."; OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal -m "not slow" || $(STOP)
 
 refresh: $(READY) ## Execute the stale notebooks again, clean them and stamp them

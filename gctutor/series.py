@@ -157,7 +157,7 @@ def _describe_images(target: Path, figures: Path) -> None:
     """Give each picture of the executed notebook the alt text that its cell passed to `save_figure`."""
     notebook = nbformat.read(target, as_version=4)
     for cell in notebook.cells:
-        named = re.search(r'save_figure\(.*?"([\w-]+)"', cell.source) if cell.cell_type == "code" else None
+        named = re.search(r'save_figure\(.*?"([\w-]+)"', cell.source, re.DOTALL) if cell.cell_type == "code" else None
         sidecar = figures / f"{named[1]}.json" if named else None
         if sidecar is None or not sidecar.exists():
             continue

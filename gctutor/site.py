@@ -26,6 +26,8 @@ main { max-width: 54rem; margin: 0 auto; padding: 1rem; }
 a { color: var(--accent); }
 img, svg { max-width: 100%; height: auto; }
 pre { overflow-x: auto; padding: .7rem; border-radius: 4px; font-size: .82em; line-height: 1.4; }
+:not(pre) > code { overflow-wrap: anywhere; }
+math[display="block"] { display: block math; max-width: 100%; overflow-x: auto; }
 .input_area pre, .highlight pre { background: #f6f8fa; }
 .jp-OutputPrompt, .jp-InputPrompt, .prompt { display: none; }
 table { border: 0; border-collapse: collapse; display: block; overflow-x: auto; font-size: .9em; }
