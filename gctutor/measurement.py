@@ -43,9 +43,11 @@ def measure(
     `rounds` rounds. With `save`, each round's samples are appended to that JSON-lines file when they are taken. Bytes
     come from the CUDA allocator, or on a CPU from a traced step that is not timed. Out of memory is a row, and so is a
     policy that is refused. `prepare(model)` changes the model first, as sharding does. Raises `UserError` for an
-    unknown policy or a device that is not there.
+    unknown policy, a device that is not there or kernels that it cannot run.
     """
     device = default_device() if device is None else check_device(device)
+    if device == "cpu" and workload.liger_parts:
+        raise UserError("Liger's kernels run on a GPU only: measure kernels='hf' here, or use estimate.")
     parsed = [(text, parse(text)) for text in dict.fromkeys(policies)]
     bench = Bench(workload, device, seed, pretrained, prepare)
     latest: dict[str, StepCost] = {}

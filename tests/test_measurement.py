@@ -307,3 +307,8 @@ def test_on_cuda_the_allocator_agrees_with_the_estimate():
         assert row.ok and row.meter == "cuda allocator"
         assert row.activation_bytes == pytest.approx(guess.activation_bytes, rel=0.02)
         assert row.reserved_bytes >= row.peak_bytes > row.static_bytes
+
+
+def test_ligers_kernels_are_refused_on_a_cpu_in_one_sentence():
+    with pytest.raises(UserError, match="GPU only"):
+        measure(Workload("nano", seqlen=16, kernels="liger:rope"), ["none"], device="cpu")
