@@ -124,7 +124,7 @@ class GateReport:
             return f"'{self.policy}' passes: bit for bit the gradients without recompute."
         row = self.table.loc[self.worst_layer]
         figures = (
-            f"in {self.worst_layer} the error against {self.reference} is {row['with']:.1e}, "
+            f"the error in `{self.worst_layer}` against {self.reference} is {row['with']:.1e}, "
             f"and {row['without']:.1e} without recompute"
         )
         if self.passed:

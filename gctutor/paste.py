@@ -37,14 +37,17 @@ def _setting(workload: Workload) -> str:
             "model = get_peft_model(model, config)"
         )
     if workload.optimizer is not None:
-        lines.append(f"{OPTIMIZERS[workload.optimizer]}  # Trainer: optim={TRAINER_OPTIMIZERS[workload.optimizer]!r}")
+        lines.append(f"import {OPTIMIZERS[workload.optimizer].split('.')[0]}")
+        lines.append(
+            f"optimizer = {OPTIMIZERS[workload.optimizer]}  # Trainer: optim={TRAINER_OPTIMIZERS[workload.optimizer]!r}"
+        )
     return "\n".join(lines)
 
 
 OPTIMIZERS = {
-    "adamw": "optimizer = torch.optim.AdamW(model.parameters(), fused=True)",
-    "adamw8bit": "optimizer = bitsandbytes.optim.AdamW8bit(model.parameters())",
-    "sgd": "optimizer = torch.optim.SGD(model.parameters())",
+    "adamw": "torch.optim.AdamW(model.parameters(), fused=True)",
+    "adamw8bit": "bitsandbytes.optim.AdamW8bit(model.parameters())",
+    "sgd": "torch.optim.SGD(model.parameters())",
 }
 TRAINER_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw8bit": "adamw_bnb_8bit", "sgd": "sgd"}
 _SWITCH = 'model.activation_checkpointing_enable({"use_reentrant": False}'

@@ -271,7 +271,7 @@ def test_what_a_plan_takes_for_granted_comes_first_and_runs():
     workload = NANO.replace(kernels="hf+chunked", trainable="lora:4", optimizer="sgd", layers=1)
     lines = lines_to_paste("block", workload)
     assert next(iter(lines)) == "setting" and "setting" not in lines_to_paste("block", NANO)
-    scope = {"model": build(NANO.replace(layers=1)), "torch": torch}
+    scope = {"model": build(NANO.replace(layers=1))}
     exec(lines["setting"], scope)
     ours = [name for name, p in build(workload).named_parameters() if p.requires_grad]
     assert [name for name, p in scope["model"].named_parameters() if p.requires_grad] == ours
