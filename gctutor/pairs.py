@@ -146,6 +146,8 @@ def _unclean(notebook: NotebookNode) -> Iterator[str]:
         for output in cell.get("outputs", []):
             if output.output_type == "error":
                 yield f"{where} ends in an error"
+            if "image/png" in output.get("data", {}) and not output.metadata.get("image/png", {}).get("alt"):
+                yield f"{where} shows a picture without alt text"
             if output.get("name") == "stderr":
                 yield f"{where} writes to stderr: {output.text.strip().splitlines()[-1]}"
             for what, pattern in DEBRIS.items():

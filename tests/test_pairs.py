@@ -120,7 +120,10 @@ def test_a_cell_that_saves_a_figure_must_show_it(executed):
     executed.cells[1].source = '_ = plots.save_figure(ax.figure, "01_x")'
     executed.cells[1].outputs = []
     assert "code cell 1 of 2 saves a figure and shows none" in check_pair(executed)
-    executed.cells[1].outputs = [nbformat.v4.new_output("display_data", {"image/png": "AAAA"})]
+    picture = nbformat.v4.new_output("display_data", {"image/png": "AAAA"})
+    executed.cells[1].outputs = [picture]
+    assert check_pair(executed) == ["cell [1] shows a picture without alt text"]
+    picture.metadata["image/png"] = {"alt": "a curve"}
     assert check_pair(executed) == []
 
 

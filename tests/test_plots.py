@@ -280,7 +280,9 @@ DRAWINGS = {
     "pareto": lambda: plots.plot_pareto(estimated(), limit_bytes=30e9, limit_label="40 GB card: 30 GB left"),
     "pareto_mixed": lambda: plots.plot_pareto(mixed(), limit_bytes=28e9),
     "pareto_tokens": lambda: plots.plot_pareto(estimated(), y="tokens_per_s"),
-    "pareto_planner": lambda: plots.plot_pareto(estimated(), planner=[(4e9, 0.53), (15e9, 0.46), (34e9, 0.42)]),
+    "pareto_line": lambda: plots.plot_pareto(
+        estimated(), line=[(4e9, 0.53), (15e9, 0.46), (34e9, 0.42)], line_name="the planner"
+    ),
     "timeline": lambda: plots.plot_memory_timeline(timelines()["none"]),
     "timeline_block": lambda: plots.plot_memory_timeline(timelines()["block"]),
     "gantt": lambda: plots.plot_gantt(timelines())[0],
@@ -528,9 +530,8 @@ def test_a_waterfall_gives_no_change_no_sign():
     assert "±0.00 ms" in [text.get_text() for text in ax.texts]
 
 
-def test_the_planners_line_stands_in_for_the_steps():
-    answers = [(4e9, 0.53), (34e9, 0.42)]
-    ax = plots.plot_pareto(estimated(), planner=answers)
+def test_a_line_of_its_own_stands_in_for_the_steps():
+    ax = plots.plot_pareto(estimated(), line=[(4e9, 0.53), (34e9, 0.42)], line_name="the planner")
     (line,) = [line for line in ax.lines if len(line.get_xdata()) > 1]
     assert line.get_xydata() == pytest.approx(np.array([(4, 530), (34, 420)]))
     assert "the planner" in [text.get_text() for text in ax.texts]

@@ -53,13 +53,14 @@ def plot_pareto(
     y: str = "step_s",
     limit_bytes: float | None = None,
     limit_label: str | None = None,
-    planner: Sequence[tuple[float, float]] = (),
+    line: Sequence[tuple[float, float]] = (),
+    line_name: str = "",
     title: str | None = None,
 ) -> Axes:
     """Each row at (`x`, `y`): filled when measured or recorded, hollow when estimated, grey when dominated.
 
-    Estimated rows and the others have a frontier each; with the `planner`'s answers, pairs of `x` and `y` in SI units
-    and ascending, that line is drawn instead. Bars run from the fastest to the slowest repeat. Rows out of
+    Estimated rows and the others have a frontier each; a `line` of pairs of `x` and `y`, ascending and in SI units, is
+    drawn instead, with its name. Bars run from the fastest to the slowest repeat. Rows out of
     memory stand hollow at the limit (`limit_bytes`, in the units of `x`; without one, at the right edge). Rows that
     were refused or failed are named in the subtitle.
     """
@@ -70,14 +71,14 @@ def plot_pareto(
     drawn = [row for row in results if _placed(row, x, y)]
     fronts = [frontier(group, x, y) for group in _by_certainty(drawn)]
     _set_limits(ax, drawn, qx, qy, x, y, limit_bytes)
-    if planner:
-        lines, labels = _planner_line(ax, np.array(planner) / (qx.scale, qy.scale))
+    if line:
+        lines, labels = _named_line(ax, np.array(line) / (qx.scale, qy.scale), line_name)
     else:
         lines, labels = [_step_line(ax, front, qx, qy, x, y) for front in fronts], []
     texts = [_arrow_to_better(ax, qy)]
     if limit_bytes is not None:
-        line, text = _limit(ax, limit_bytes / qx.scale, limit_label or f"limit {qx.show(limit_bytes)}")
-        lines.append(line)
+        limit, text = _limit(ax, limit_bytes / qx.scale, limit_label or f"limit {qx.show(limit_bytes)}")
+        lines.append(limit)
         texts.append(text)
     best = {id(row) for front in fronts for row in front}
     lines += [bar for row in drawn for bar in _spread_bar(ax, row, id(row) in best, qx, qy, x, y)]
@@ -129,12 +130,13 @@ def _step_line(ax: Axes, front: Results, qx: Quantity, qy: Quantity, x: str, y: 
     return line
 
 
-def _planner_line(ax: Axes, points: np.ndarray) -> tuple[list[Line2D], list[Annotation]]:
-    """The planner's answers (n, 2), in the units shown, and the name of the line in its upper part."""
+def _named_line(ax: Axes, points: np.ndarray, name: str) -> tuple[list[Line2D], list[Annotation]]:
+    """A line through `points` (n, 2), in the units shown, and its name in the upper part."""
     color = FAMILY_STYLE["budget"].color
-    upper = points[len(points) // 6]
-    label = annotation(ax, "the planner", *upper, color=readable(color), style="italic", marked=False)
-    return ax.plot(*points.T, color=color, zorder=1), [label]
+    lines = ax.plot(*points.T, color=color, zorder=1)
+    at = points[len(points) // 6]
+    labels = [annotation(ax, name, *at, color=readable(color), style="italic", marked=False)] if name else []
+    return lines, labels
 
 
 def _spread_bar(ax: Axes, row: StepCost, best: bool, qx: Quantity, qy: Quantity, x: str, y: str) -> list[Line2D]:

@@ -231,8 +231,8 @@ check_exercise_1(answer)
 # %% [markdown]
 # ## From three operators to Qwen3-8B
 #
-# The real thing has a few hundred operators in each of its decoder layers, 36 layers, and no laptop to run on. We look
-# at it the same way nevertheless. `gt.trace` runs Hugging Face's own Qwen3 code on **fake tensors**: they have a shape
+# The real thing has dozens of operators in each decoder layer, dozens of layers, and no laptop to run on. We look at it
+# the same way nevertheless. `gt.trace` runs Hugging Face's own Qwen3 code on **fake tensors**: they have a shape
 # and a type but no memory, so the whole model fits anywhere. Every operator is recorded as it passes, with what it
 # makes and what is still alive later. It is filed under its **call site**: the module of the layer in whose `forward`
 # it ran, such as `mlp.gate_proj`. Nothing about memory is modelled: it is counted.
@@ -244,14 +244,17 @@ step = gt.trace(workload, "none")
 layer_input_bytes = workload.tokens * workload.config().hidden_size * 2  # bf16: two bytes a number
 kept = {site: size for (layer, site), size in step.kept.items() if layer == 1}
 Markdown(
-    f"One training step of {workload.label}, traced. A layer's input is {layer_input_bytes / 1e6:.1f} MB. "
+    f"One training step of {workload.label}, traced. (That label is the model, batch × tokens, kernels, precision. "
+    f"`hf` is Hugging Face's own kernels, notebook 6 has others; `nano@4` would be the model `nano` cut to 4 layers.) "
+    f"A layer's input is {layer_input_bytes / 1e6:.1f} MB. "
     f"**Predict:** how many times that does one layer keep for its backward pass?"
 )
 
 # %% tags=["exact"]
 why = {
     "input_layernorm": "its input in fp32 for the statistics, the normalised rows, and its output for q, k and v",
-    "self_attn.q_norm": "the same for the queries, whose norm is per head",
+    "self_attn.q_norm": "the same for the queries, head by head, but not the output: the rotary embedding that follows "
+    "needs only its angles",
     "self_attn.k_norm": "the same for the keys",
     "self_attn.v_proj": "the values: attention's backward needs them",
     "self_attn": "queries and keys after the rotary embedding, which turns each by an angle that tells its position: "
@@ -294,9 +297,9 @@ gt.check(
 
 # %% [markdown]
 # It is the toy again, only longer: a product keeps its two factors; a non-linear function such as silu keeps its input.
-# Note what is *missing*: the results of `down_proj` and `o_proj`, and of the two additions to the **residual stream**
-# (the layer's input, which runs past attention and MLP and takes up the result of each). Nobody needs them in the
-# backward pass.
+# Note what is *missing*. The results of `down_proj` and `o_proj`: nobody needs them in the backward pass. And those of
+# `q_proj`, of `k_proj`, and of the two additions to the **residual stream** (the layer's input, which runs past
+# attention and MLP and takes up the result of each): the norm behind each of them keeps its fp32 copy instead.
 #
 # So there is a third way besides storing and computing again: dropping what nobody will ask for. How much of what a
 # layer computes is that?
@@ -309,14 +312,20 @@ Markdown(
     f"({layer_bytes / made_bytes:.0%}). The rest goes once used, and backward never misses it."
 )
 
+# %% [markdown]
+# This series grew out of an article, *Getting the most out of gradient checkpointing on Qwen3-8B* (credited in
+# `LICENSE-CONTENT.md`). Wherever a lesson can test one of its claims, numbered T01, H01 and so on, it does so in front
+# of you: `gt.judge` prints the verdict, the claim, what was found, and the source. Notebook 11 lists them all.
+
 # %%
 gt.judge(
     "T01",
     holds=kept_by_checkpoint.bytes.sum() < kept_by_toy.bytes.sum() and layer_bytes < made_bytes,
     when="the backward pass needs it",
-    because=f"The checkpointed toy keeps {kept_by_checkpoint.bytes.sum():,} of {kept_by_toy.bytes.sum():,} bytes and "
-    f"runs the rest again; of what a layer of {workload.model} computes, {1 - layer_bytes / made_bytes:.0%} is needed "
-    f"by no derivative and is neither stored nor computed again",
+    because=f"A checkpointed toy of three operators keeps {kept_by_checkpoint.bytes.sum():,} of "
+    f"{kept_by_toy.bytes.sum():,} bytes and runs the rest again; of the bytes that a layer of {workload.model} "
+    f"computes, {1 - layer_bytes / made_bytes:.0%} are needed by no derivative and are neither stored nor computed "
+    f"again",
 )
 
 # %% [markdown]
@@ -342,12 +351,16 @@ flops = pd.DataFrame(
     }
 ).T
 flops["step"] = flops.sum(axis=1)
+kernels = [kernel for segment in step.segments for kernel in segment.kernels if kernel.work.kind == "attention"]
+attention = {phase: sum(k.work.flop for k in kernels if k.phase == phase) for phase in ("forward", "backward")}
 flops.round(3)
 
 # %% tags=["exact"]
 Markdown(
     f"One forward is {t_f / 1e12:.1f} TFLOP. The step without checkpointing is **{flops.step['none']:.2f} T_f**: "
-    f"two products backward for each forward, and attention's backward does 2.5 times its forward. "
+    f"two products backward for each forward, and attention's backward does "
+    f"{attention['backward'] / attention['forward']:.1f} times its forward (it makes its score matrix once more, "
+    f"notebook 6). "
     f"`block` is **{flops.step['block']:.2f} T_f**, not 4: early stop, and the output head lies outside the layers "
     f"(`lm_head`, the product that makes one number for every entry of the vocabulary). "
     f"`modules:all` replays no matrix product at all: **{flops.step['modules:all']:.2f} T_f**."
@@ -408,20 +421,23 @@ gt.judge(
     "T02",
     value={"backward_over_forward_ratio": flops.backward["none"], "step_over_forward_ratio": flops.step["none"]},
     tolerance=0.05,
-    because=f"Each matrix product has two gradients of its own size; attention's backward does 2.5 forwards. "
-    f"By estimated time the backward pass is {times['step in forwards']['none'] - 1:.2f} forwards",
+    because=f"Each matrix product has two gradients of its own size; attention's backward does "
+    f"{attention['backward'] / attention['forward']:.1f} times its forward's work. By estimated time the backward pass "
+    f"is {times['step in forwards']['none'] - 1:.2f} forwards",
     device=device,
 )
+kept_share = traces["block"].activation_bytes / step.activation_bytes
 gt.judge(
     "T03",
     value={
         "step_over_forward_ratio": flops.step["block"],
         "extra_time_share": times["slower by"]["block"],
-        "kept_share": traces["block"].activation_bytes / step.activation_bytes,
+        "kept_share": kept_share,
     },
     tolerance=0.05,
-    because=f"Early stop and the unreplayed head leave {flops.recompute['block']:.2f} of a forward to run again, and "
-    f"what stays is a layer's input out of {inside:.0f} times that",
+    because=f"The replay stops early and spares the output head, which leaves {flops.recompute['block']:.2f} of a "
+    f"forward to run again. Each layer keeps 1/{inside:.0f} of what it did; with the loss's own copies "
+    f"{kept_share:.0%} stays",
     device=device,
 )
 
@@ -435,7 +451,7 @@ gt.judge(
 # Count in layer inputs, and let a layer's activations be `inside` of them: memory is n / g + g · inside. With
 # `inside` = 1, as in a network that is one long chain of equal tensors, this is smallest at g = √n: hence the rule.
 #
-# **Predict:** the best g for a chain of 36 such layers? And for Qwen3-8B, where a layer keeps what you saw above?
+# **Predict:** the best g for Qwen3-8B, where a layer keeps what you saw above?
 
 
 # %% tags=["exact"]
@@ -532,8 +548,11 @@ replayed = {policy: seconds_of(timeline, "recompute") for policy, timeline in ti
 gt.judge(
     "T05",
     holds=replayed["none"] == 0 < replayed["modules:all"] < replayed["block"],
-    because=f"One time axis shows them apart: {', '.join(f'{p} {1e3 * s:.0f} ms' for p, s in replayed.items())} of "
-    f"recompute, and peaks of {', '.join(f'{t.peak_bytes / 1e9:.0f}' for t in traces.values())} GB",
+    because="One time axis shows them apart: "
+    + "; ".join(
+        f"{policy} recomputes for {1e3 * replayed[policy]:.0f} ms and peaks at {trace.peak_bytes / 1e9:.0f} GB"
+        for policy, trace in traces.items()
+    ),
     device=device,
 )
 
@@ -573,7 +592,7 @@ curves = {policy: train(policy) for policy in POLICIES}
 ax = plots.plot_loss_curves(curves, subtitle=f"nano, 1 × {TRAIN_TOKENS}, fp32, AdamW · measured on CPU")
 caption = (
     f"In {TRAIN_STEPS} steps the loss falls from {curves['none'][0]:.2f} to {curves['none'][-1]:.2f}, "
-    f"and the curves of all {len(curves)} policies are one curve."
+    f"and {', '.join(POLICIES[:-1])} and {POLICIES[-1]} draw one and the same curve."
 )
 _ = plots.save_figure(ax.figure, "01_loss_curves", alt=caption, caption=caption)
 
@@ -628,7 +647,8 @@ for row in fitting:
 # out-of-memory error is decided by what CUDA's allocator has *reserved*, and that includes rounding, fragmentation, the
 # kernels' workspaces and communication buffers. Notebook 7's planner leaves a stated reserve for them.
 #
-# Times on a shared CPU are noisy: take the order of the policies from them, not the digits.
+# Times on a shared CPU are noisy, even in their order: where a policy that does strictly more work than another comes
+# out faster, that is noise. Trust the bytes and the FLOPs.
 #
 # ## In three lines
 #
@@ -636,7 +656,8 @@ for row in fitting:
 #   times its input, and dropping all but the input is what checkpointing does.
 # - The price is replayed work, β forwards on top of three. It is below one, since nobody replays what nobody needs, and
 #   it can be small if the expensive results are kept.
-# - The gradients stay the same to the last bit. What changes is memory and time, and both can be known beforehand.
+# - The gradients stay the same to the last bit wherever the plain step repeats its own bits (notebook 9). What changes
+#   is memory and time, and both can be known beforehand.
 #
 # ## Further reading
 #

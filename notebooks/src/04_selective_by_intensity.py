@@ -59,20 +59,25 @@ from gctutor.workload import build, inputs
 # each. (Such a product of two matrices is a **GEMM**, a general matrix multiplication.)
 #
 # A GPU has an intensity, too: the FLOP it can do while it moves one byte, its **ridge**. An operator left of the ridge
-# (below it) waits for memory, one right of it for arithmetic.
-#
-# **Predict:** at the sequence length of the parameters, does `gate_proj` lie left or right of the card's ridge, and by
-# what factor?
+# (below it) waits for memory, one right of it for arithmetic. What you need for a guess:
 
 # %% tags=["exact"]
 workload = gt.Workload(MODEL, batch=BATCH, seqlen=SEQLEN)
 config = workload.config()
 T, h, m = workload.tokens, config.hidden_size, config.intermediate_size
+device, other = gt.find_device(DEVICE), gt.find_device(OTHER_DEVICE)
+Markdown(
+    f"$T$ = {T:,} tokens, $h$ = {h:,}, $m$ = {m:,}. {device.name} does {device.bf16_flop_per_s / 1e12:,.0f} TFLOP/s in "
+    f"bf16 and moves {device.bandwidth_bytes_per_s / 1e12:.2f} TB/s (data sheet)."
+)
 
+# %% [markdown]
+# **Predict:** does `gate_proj` lie left or right of the card's ridge, and by what factor?
+
+# %% tags=["exact"]
 by_formula = (2 * T * h * m) / (2 * (T * h + h * m + T * m))
 operators = layer_operators(workload, DEVICE)
 by_site = {op.site: op for op in operators}
-device, other = gt.find_device(DEVICE), gt.find_device(OTHER_DEVICE)
 gt.check_close(
     by_site["mlp.gate_proj"].intensity, by_formula, rel=1e-9, what="gate_proj, FLOP/byte, from the trace and by formula"
 )
@@ -88,6 +93,20 @@ Markdown(
 # The trace of notebook 1 knows every operator with the shapes of its tensors, so it knows all intensities. A view moves
 # nothing and costs nothing; an element-wise operator is given one FLOP for each number it writes. A Hugging Face norm
 # is eight small operators, one after another, and each of them goes through memory.
+#
+# For the times one thing is missing: no kernel reaches the rates of the data sheet.
+
+# %%
+reached = device.efficiency
+Markdown(
+    f"So the times assume shares of them, here for {device.name} ({device.profile}): {reached.gemm:.0%} of the FLOP/s "
+    f"for matrix products, {reached.attention_forward:.0%} for attention ({reached.attention_backward:.0%} in its "
+    f"backward), and {reached.bandwidth:.0%} of the bandwidth. `gctutor calibrate` replaces them by what your card "
+    f"reaches."
+)
+
+# %% [markdown]
+# **Predict:** how much of the layer's forward time is spent left of the ridge, where there is hardly any arithmetic?
 
 # %%
 table = pd.DataFrame(
@@ -105,16 +124,16 @@ table = pd.DataFrame(
         for op in operators
     ]
 ).set_index("call site")
-table.round({"GFLOP": 1, "MB moved": 0, "FLOP/byte": 2, "time (µs)": 0})
+rounded = table.round({"GFLOP": 1, "MB moved": 0, "FLOP/byte": 2, "time (µs)": 0})
+rounded.rename_axis(f"call site, estimated for {device.name}")
 
 # %% [markdown]
 # ## The roofline
 #
 # A GPU has a rate of arithmetic and a rate of memory. An operator of intensity $I$ can do at most
 # $\min(\text{FLOP/s},\ I \times \text{bytes/s})$: a slope that ends in a flat roof. The corner is the ridge. Left of it
-# memory decides (*memory-bound*), right of it arithmetic (*compute-bound*).
-#
-# **Predict:** how much of the layer's forward time is spent left of the ridge, where there is hardly any arithmetic?
+# memory decides (*memory-bound*), right of it arithmetic (*compute-bound*). The dashed line is what the assumed shares
+# leave of it.
 
 # %%
 ax = plots.plot_roofline(operators, device)
@@ -151,14 +170,27 @@ gt.check(
 gt.check(other_share < memory_share, "the card with the lower ridge spends a smaller share left of it")
 
 # %% [markdown]
-# Try it: how short must a sequence be until the products slide down the slope? With a front end these are controls;
-# here are two lengths.
+# Try it: how short must a sequence be until the products slide down the slope? In JupyterLab these are controls; on
+# the page you see two lengths.
 
 # %%
+drawn = (64, 512)
 explorers.explore(
     explorers.draw_roofline,
     {"seqlen": [64, 128, 256, 512, 1024, SEQLEN], "device": [DEVICE, OTHER_DEVICE, "L4", "B200"]},
-    static=[{"seqlen": tokens, "device": DEVICE} for tokens in (64, 512)],
+    static=[{"seqlen": tokens, "device": DEVICE} for tokens in drawn],
+)
+
+# %% tags=["exact"]
+products = {
+    tokens: [op.intensity for op in layer_operators(gt.Workload(seqlen=tokens), DEVICE) if op.site.endswith("_proj")]
+    for tokens in drawn
+}
+lowest, highest = min(products[drawn[1]]), max(products[drawn[0]])
+gt.check(
+    highest < device.ridge() < lowest,
+    f"at {drawn[0]} tokens every product is left of the ridge at {device.ridge():.0f} FLOP/byte (at most "
+    f"{highest:.0f}), at {drawn[1]} every one is right of it (at least {lowest:.0f})",
 )
 
 # %% [markdown]
@@ -207,8 +239,8 @@ gt.check(
 )
 
 # %% [markdown]
-# By the article's own figures the rule of this notebook would recompute q, k, v and attention. That is why the numbers
-# matter.
+# By the article's own figures a rule by the ridge (keep what lies right of it) would recompute q, k, v and attention.
+# That is why the numbers matter.
 #
 # ## Rank by what a recompute buys
 #
@@ -228,7 +260,7 @@ caption = (
 _ = plots.save_figure(ax.figure, "04_roi", alt=caption, caption=caption)
 
 # %%
-display(Markdown(f"*{caption}*"))
+display(Markdown(f"*{caption}* (Bytes exact, times estimated for {device.name}.)"))
 worst_light = min(op.roi for op in ranked if op.bound == "memory")
 best_heavy = max(op.roi for op in ranked if op.bound == "compute")
 gt.check(
@@ -252,13 +284,15 @@ selective = gt.estimate(workload, "ops:mm,core_attn", DEVICE)
 extra_s = selective.step_s - none.step_s
 beta = extra_s / none.forward_s
 gt.check(selective.recompute_flop == 0, "keeping every matrix product and attention recomputes neither")
+best_light = max(op.roi for op in ranked if op.bound == "memory")
+cheapest, dearest = best_heavy / best_light, best_heavy / worst_light
+ALMOST_FREE = 0.1  # our reading: a tenth of what a GEMM costs for the same bytes
 gt.judge(
     "G05",
-    holds=worst_light > best_heavy,
-    when="'almost free' is read per byte",
-    because=f"Per byte freed, light operators cost at most {best_heavy / worst_light:.0%} of what GEMMs cost. In all "
-    f"they are not free: replaying them takes {1e3 * extra_s:.0f} ms, {extra_s / none.step_s:.0%} of a step. Of the "
-    f"MLP's GEMMs gate and up are worth keeping; down_proj is not (below)",
+    holds=dearest <= ALMOST_FREE,
+    because=f"Per byte freed, light operators cost {cheapest:.0%} to {dearest:.0%} of what the cheapest GEMM costs: "
+    f"less, but not almost nothing. Replaying them all takes {1e3 * extra_s:.0f} ms, {extra_s / none.step_s:.0%} of a "
+    f"step. Of the MLP's GEMMs gate and up are worth keeping; down_proj is not (early stop never reruns it)",
     device=device.name,
 )
 gt.judge(
@@ -425,12 +459,15 @@ gt.check(refused, "a list with a packet in it is refused")
 #
 # The policies called `ops:` in this series do the same with forgiving names: `mm` stands for every overload that
 # returns a new tensor, `core_attn` for every attention kernel there is. After the first step the hits are counted, and
-# a name that matched nothing is an error.
+# a name that matched nothing is an error. One step of the small model:
 
 # %% tags=["exact"]
-by_name = gt.trace(small, "ops:mm,core_attn", kind="cpu")
-display(Markdown(f"Hits of `ops:mm,core_attn`: `{by_name.hits['ops:mm,core_attn']}`"))
-gt.check(by_name.flop("recompute") == 0, "no product and no attention runs again")
+model = build(small, seed=SEED)
+with gt.parse("ops:mm,core_attn").applied(model) as applied:
+    ran, _ = backward_of(model)
+(hits,) = applied.hits.values()
+gt.check(hits == {"mm": 7 * n, "core_attn": n}, f"hits in {n} layers of seven products: {dict(hits)}")
+gt.check(ran["mm"] == counts["none"]["mm"] and not ran[ATTENTION], "no product and no attention runs again")
 
 unmatched = gt.estimate(workload, "ops:mm,bmm,core_attn", DEVICE)
 display(Markdown(f"`ops:mm,bmm,core_attn` is **{unmatched.status}**: {unmatched.error}"))
@@ -618,7 +655,8 @@ check_exercise_2(answer)
 # %% [markdown]
 # ## Measured on your machine
 #
-# The full model on a GPU, `nano` on a CPU.
+# The full model on a GPU, `nano` on a CPU. On a shared CPU times are noisy (notebook 1), even in their order: the two
+# `ops:` policies do the same work, and their times may differ all the same.
 
 # %%
 kind = default_device()

@@ -45,7 +45,6 @@ from collections import Counter
 
 import pandas as pd
 from IPython.display import Markdown, display
-from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import LlamaConfig
 
 import gctutor as gt
@@ -56,6 +55,7 @@ from gctutor.measurement import default_device
 from gctutor.optimum import layer_costs
 from gctutor.planner import RESERVE_BYTES
 from gctutor.simulation import seconds_of
+from gctutor.steptrace import MOVING
 from gctutor.workload import build, inputs
 
 pd.set_option("display.max_colwidth", None)
@@ -77,9 +77,10 @@ two_layers = workload.replace(model=f"{MODEL}@2")  # the model cut to 2 layers: 
 
 
 def attention_bytes(attention, mask="none"):
-    """What one layer keeps in its attention, without linear layers and norms."""
+    """What one layer keeps for attention itself: queries, keys, values, result, statistics; not the q and k norms."""
     kept = gt.trace(two_layers.replace(attention=attention, mask=mask), "none").kept
-    return sum(size for (layer, site), size in kept.items() if layer == 1 and site.startswith("self_attn"))
+    own = {key: size for key, size in kept.items() if not key[1].endswith("_norm")}
+    return sum(size for (layer, site), size in own.items() if layer == 1 and site.startswith("self_attn"))
 
 
 heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -169,7 +170,8 @@ Markdown(
 # %% [markdown]
 # With a mask tensor, PyTorch's `sdpa` has to take another kernel, for which Hugging Face **repeats**
 # keys and values for each group. Padding makes a mask, and so do several documents packed into a row. The
-# `flash_attention_N` implementations take the documents' lengths instead and never see a mask.
+# `flash_attention_N` implementations take the documents' lengths instead and never see a T × T mask. (In the estimate
+# torch's flash operator stands in for them.)
 
 # %% tags=["exact"]
 rows = []
@@ -179,7 +181,7 @@ for attention, mask in [("sdpa", "none"), ("sdpa", "padding"), ("sdpa", "packed"
         {
             "attention": attention,
             "mask": mask,
-            "kernel that runs": ", ".join(masked.attention_kernels).strip("_"),
+            "kernel traced": ", ".join(masked.attention_kernels).strip("_"),
             "kept a layer (MB)": round(attention_bytes(attention, mask) / 1e6, 1),
         }
     )
@@ -253,21 +255,32 @@ gt.check(
 )
 
 # %% [markdown]
-# The last line is worth a chapter. First, what one layer keeps before and after, call site by call site:
+# That the fused loss costs time is worth a chapter, below. First, what one layer keeps before and after, call site by
+# call site:
 
 # %% tags=["exact"]
 LAYER_KERNELS = "liger:rms_norm,rope,swiglu"
+three_layers = workload.replace(model=f"{MODEL}@3")  # we look at the middle one: behind the last comes the final norm
 per_site = {
     kernels: {
-        site: round(size / 1e6, 1)
-        for (layer, site), size in gt.trace(two_layers.replace(kernels=kernels), "none").kept.items()
+        site or "(residual stream)": size
+        for (layer, site), size in gt.trace(three_layers.replace(kernels=kernels), "none").kept.items()
         if layer == 1
     }
     for kernels in ("hf", LAYER_KERNELS)
 }
-pd.DataFrame(per_site).fillna(0.0).sort_values("hf", ascending=False).rename_axis("call site (MB a layer)")
+sites = pd.DataFrame(per_site).fillna(0).sort_values("hf", ascending=False)
+in_mb = pd.concat([sites, sites.sum().to_frame("total").T]) / 1e6
+in_mb.round(1).rename_axis("call site (MB a layer)")
+
+# %% tags=["exact"]
+new = sites[LAYER_KERNELS][sites["hf"] == 0]
+inputs_of_norms = 2 * workload.tokens * (2 * config.hidden_size + (heads + kv_heads) * config.head_dim)
+gt.check(new.sum() == inputs_of_norms, f"new under Liger: {', '.join(new.index)}, the bf16 inputs of the four norms")
 
 # %% [markdown]
+# Liger's norms keep these inputs in the place of Hugging Face's fp32 copies, which are twice as large.
+#
 # What Liger's SwiGLU computes again in backward, a policy need not keep. Keeping *modules* gets this right without
 # being told: gate and up are results of linear layers, and are kept; what SwiGLU makes of them is no module's result,
 # so its small kernel runs once more in the replay. No matrix product does:
@@ -300,53 +313,49 @@ gt.check(allowed.ok, "without q_proj and k_proj it is fine")
 # `lm_head` turns every hidden vector into logits, one for each entry of the vocabulary. Hugging Face computes all of
 # them in bf16, copies them to fp32, and hands them to the cross entropy.
 #
-# **Predict:** at batch 4, how many GB does the loss hold at its worst moment?
+# Notebook 2 gave the GB at the peak. **Predict:** at batch 4, which operator makes the worst moment?
 
 # %% tags=["exact"]
 large = workload.replace(batch=LARGE_BATCH)
 loss_step = gt.trace(large, "none")
-live, held, moments = 0, 0, []
+
+
+def of_the_loss(sizes):
+    """The bytes that belong to the loss, kept or temporary."""
+    return sum(size for category, size in zip(MOVING, sizes, strict=True) if category in ("loss", "temporary"))
+
+
+live, moments = 0, []
 for segment in loss_step.segments:
-    if segment.layer == "head":
-        for kernel in segment.kernels:
-            live += sum(kernel.born)
-            if sum(kernel.born) > 1e9:
+    for kernel in segment.kernels:
+        if segment.layer == "head" and kernel.site != "model.norm":
+            live += of_the_loss(kernel.born)
+            if of_the_loss(kernel.born) > 1e9:
                 moments.append({"phase": segment.phase, "operator": kernel.name, "live in the loss (GB)": live / 1e9})
-            live -= sum(kernel.freed)
-        held = live if segment.phase == "forward" else held
+            live -= of_the_loss(kernel.freed)
 worst = max(m["live in the loss (GB)"] for m in moments)
 pd.DataFrame(moments).round(2)
 
 # %% tags=["exact"]
 logits_bytes = large.tokens * config.vocab_size * 2
-gt.check(
-    worst * 1e9 > 6 * logits_bytes,
-    f"{worst:.1f} GB at the worst moment: {worst * 1e9 / logits_bytes:.1f} times the {logits_bytes / 1e9:.2f} GB that "
-    f"{config.vocab_size:,} logits a token take in bf16. They are three fp32 tensors, each twice that size; the bf16 "
-    f"logits are gone by then, unless you hold the model's output",
+held = loss_step.breakdown()["loss"]
+gt.check_close(
+    worst * 1e9, 6 * logits_bytes, rel=0.001, what="bytes at the worst moment, and six times those of the bf16 logits"
 )
-gt.check(held < worst * 1e9 / 2, f"when the forward has returned {held / 1e9:.1f} GB are held")
-
-# %% [markdown]
-# And a habit that costs memory for nothing: the model returns an *output object*. While you hold it, you hold the bf16
-# logits, though backward does not need them.
-
-# %% tags=["exact"]
-tiny = gt.Workload("nano", seqlen=64, layers=1)
-out = build(tiny, seed=SEED)(**inputs(tiny, seed=SEED))
-logits = StorageWeakRef(out.logits.untyped_storage())
-gt.check(not logits.expired(), "while out is held, so are its logits")
-loss = out.loss
-del out
-gt.check(logits.expired(), "with only out.loss held they are gone")
-Markdown(f"On {workload.name} at {BATCH} × {SEQLEN} that is {logits_bytes / LARGE_BATCH * BATCH / 1e9:.2f} GB.")
+gt.check(held < worst * 1e9 / 2, f"when the forward has returned the loss holds {held / 1e9:.1f} GB")
+Markdown(
+    f"{config.vocab_size:,} logits a token take {logits_bytes / 1e9:.2f} GB in bf16. At the worst moment three fp32 "
+    f"tensors of them are alive, each twice that size; the bf16 logits are gone by then, unless you hold the model's "
+    f"output ([notebook 2](02_block_checkpointing.ipynb))."
+)
 
 # %% [markdown]
 # ### Liger's fused loss
 #
 # It takes a few rows at a time: logits, loss, *and the gradients* of those rows, which need nothing from later. The
 # logits never exist as a whole. What is held until backward is a finished gradient of the head's weight and of the
-# hidden rows. The number of rows is chosen so that a chunk's logits are about as large as the hidden states.
+# hidden rows. The number of rows is chosen so that a chunk's logits are about as large as the hidden states: the tokens
+# divided by $\lceil \text{vocabulary} / \text{width} \rceil$, rounded up, and up again to a power of two.
 
 # %% tags=["exact"]
 ratio = math.ceil(config.vocab_size / config.hidden_size)
@@ -354,7 +363,12 @@ rows_a_chunk = 2 ** math.ceil(math.log2(math.ceil(workload.tokens / ratio)))
 fused = gt.trace(workload.replace(kernels="liger"), "none")
 launches = Counter(k.name for s in fused.segments if s.layer == "head" for k in s.kernels)
 chunks = launches["liger_cross_entropy_kernel"]
-gt.check(chunks == workload.tokens / rows_a_chunk, f"{chunks} chunks of {rows_a_chunk} rows, as the rule says")
+gt.check(
+    chunks == workload.tokens / rows_a_chunk,
+    f"⌈{config.vocab_size} / {config.hidden_size}⌉ = {ratio}, ⌈{workload.tokens} / {ratio}⌉ = "
+    f"{math.ceil(workload.tokens / ratio)}, up to a power of two {rows_a_chunk}: the trace has {chunks} chunks of so "
+    f"many rows",
+)
 head_bytes = config.vocab_size * config.hidden_size * 2
 rows_bytes = workload.tokens * config.hidden_size * 2
 gt.check_close(
@@ -377,8 +391,13 @@ gt.check_close(
 # %%
 Markdown(
     f"The head's weight is {head_bytes / 1e9:.2f} GB, and {device.name} moves "
-    f"{device.bandwidth_bytes_per_s / 1e12:.1f} TB/s (data sheet)."
+    f"{device.bandwidth_bytes_per_s / 1e12:.2f} TB/s (data sheet), of which the estimates assume "
+    f"{device.efficiency.bandwidth:.0%}."
 )
+
+# %% [markdown]
+# The table has a fourth way, torch's own: `torch.nn.functional.linear_cross_entropy` with its options for chunks (torch
+# 2.13 or newer). Here its suffix is `+chunked:1024`, for 1,024 rows a chunk.
 
 
 # %%
@@ -409,15 +428,17 @@ heads_table.round(1).rename_axis(f"head and loss, with Liger's other kernels, es
 # %%
 streamed_ms = 1e3 * chunks * 4 * head_bytes / (device.bandwidth_bytes_per_s * device.efficiency.bandwidth)
 ms = heads_table["ms"]
+others_win = brings["saves (ms)"].drop(["fused loss", "all"]).sum()
 display(
     Markdown(
         f"Streaming the weight and its gradient, {chunks} times, takes {streamed_ms:.0f} ms, which products of "
         f"{rows_a_chunk} rows are too small to hide. On the CUDA path the loss takes "
         f"{ms['Liger, CUDA path']:.0f} ms against Hugging Face's "
-        f"{ms['Hugging Face']:.0f}; on the portable path {ms['Liger, portable path']:.0f} ms, which is more than the "
-        f"other "
-        f"kernels win. Torch's own chunked loss, the same idea with {1024 // rows_a_chunk} times as many rows a chunk: "
-        f"{ms['torch, 1024 rows']:.0f} ms. (Its work is a formula here, not a trace: it is one opaque operator.)"
+        f"{ms['Hugging Face']:.0f}; on the portable path {ms['Liger, portable path']:.0f} ms, "
+        f"{ms['Liger, portable path'] - ms['Hugging Face']:.0f} more than Hugging Face's, where Liger's other kernels "
+        f"together win {others_win:.0f}. Torch's own chunked loss, the same idea with {1024 // rows_a_chunk} times as "
+        f"many rows a chunk: {ms['torch, 1024 rows']:.0f} ms. (Its work is a formula here, not a trace: it is one "
+        f"opaque operator. Estimated for {device.name}.)"
     )
 )
 peaks = heads_table["peak above weights (GB)"]
@@ -475,7 +496,8 @@ gt.judge(
 # %% [markdown]
 # ### The same gradients?
 #
-# Sums in chunks are sums in another order. On a real model in fp32, layer by layer:
+# Sums in chunks are sums in another order. Liger's kernels do not run on a CPU, so we compare torch's chunked loss with
+# Hugging Face's, on a real model in fp32, layer by layer:
 
 
 # %%
@@ -512,8 +534,8 @@ def check_exercise_1(answer):
 print("Exercise 1 is yours to do: set `answer`, then run check_exercise_1(answer).")
 
 # %% tags=["solution", "hide-input"] jupyter={"source_hidden": true}
-# The ratio of vocabulary to width does not change, so nearly the same number of chunks, with four times the rows: the
-# traffic is that of batch 1, spread over four times the work. The fused loss gets better with the batch.
+# The ratio of vocabulary to width does not change, and four times the rows is a power of two again: exactly the same
+# number of chunks. So the traffic is that of batch 1, spread over four times the work: it gets better with the batch.
 rows_at_4 = 2 ** math.ceil(math.log2(math.ceil(large.tokens / ratio)))
 answer = (large.tokens // rows_at_4, rows_at_4)
 check_exercise_1(answer)
@@ -536,7 +558,10 @@ def time_by_kind(kernels):
 
 
 shares = {"hf": time_by_kind("hf")}
-Markdown(f"With Hugging Face's kernels, element-wise ones take {shares['hf']['element-wise share']:.0%} of the step.")
+Markdown(
+    f"With Hugging Face's kernels, element-wise ones take {shares['hf']['element-wise share']:.0%} of the step "
+    f"(estimated for {device.name})."
+)
 
 # %% [markdown]
 # **Predict:** how much is it with Liger's?
@@ -570,7 +595,7 @@ for kernels in ("hf", BEST_KERNELS):
         }
     )
 pays = pd.DataFrame(rows).set_index("kernels")
-pays.round(2)
+pays.round(2).rename_axis(f"kernels, estimated for {device.name}")
 
 # %%
 from_share = pays["none (GB)"][BEST_KERNELS] / pays["none (GB)"]["hf"]
@@ -608,7 +633,8 @@ for seqlen in (SEQLEN, *LONGER):
         for kernels, peak in peaks.items()
     }
 display(Markdown(f"Notebook 7 leaves a reserve of {RESERVE_BYTES / 1e9:.0f} GB for the allocator and for workspaces."))
-pd.DataFrame(fits).T.rename_axis(f"tokens · peak of none on {device.name} ({device.usable_bytes / 1e9:.0f} GB usable)")
+usable = f"{device.usable_bytes / 1e9:.0f} GB of 10⁹ bytes usable, {device.usable_bytes / 2**30:.1f} GiB"
+pd.DataFrame(fits).T.rename_axis(f"tokens · peak of none, estimated for {device.name} ({usable})")
 
 # %% [markdown]
 # ## Kernels and policy together
@@ -629,7 +655,7 @@ pd.DataFrame(
         }
         for kernels, cost in plan.brought
     ]
-).set_index("kernels").round(3)
+).set_index("kernels").round(3).rename_axis(f"kernels, estimated for {device.name}")
 
 # %%
 best = plan.cost
@@ -670,8 +696,8 @@ Markdown(f"*{memory_caption}* (Bytes traced; inside torch's chunked loss they fo
 # %% [markdown]
 # ### Exercise 2: which decision was worth most? (5 minutes)
 #
-# Name the decision of the two figures that saves most time, as it is called in `decisions`. Then say to yourself why it
-# also frees most memory, which a checkpoint cannot do without costing time.
+# Name the decision of the two figures that saves most time, as it is called in `decisions`. Then say to yourself how it
+# can free memory *and* save time, while the policy, which frees more, costs time.
 
 # %% tags=["exercise"]
 answer = None  # a name
@@ -687,7 +713,7 @@ def check_exercise_2(answer):
 print("Exercise 2 is yours to do: set `answer`, then run check_exercise_2(answer).")
 
 # %% tags=["solution", "hide-input"] jupyter={"source_hidden": true}
-# The norms: they free memory and save most time. Everything they did was traffic.
+# The norms: their work was traffic, so keeping less is also faster. Only the policy frees more, and it pays in time.
 answer = "Liger's RMSNorm"
 check_exercise_2(answer)
 
@@ -743,7 +769,7 @@ gt.judge(
     because=f"The planner's best keeps attention in every layer, uses Liger's kernels and recomputes "
     f"{best.recompute_flop / best.flop:.0%} of its FLOPs, in {best.step_s / none.step_s:.0%} of the time of none; "
     f"its loss "
-    f"is the chunked one. torch.compile is compared in notebook 5",
+    f"is the chunked one. What torch.compile keeps is compared in notebook 5",
     device=device.name,
 )
 predictions = run_folder().with_name("predictions") / "06_flash_and_liger.jsonl"
@@ -803,11 +829,12 @@ for kernels, rows in measured.items():
 # %% [markdown]
 # ## In three lines
 #
-# - Flash attention and Liger recompute inside their kernels what nobody should keep; a policy adds to that and repeats
-#   nothing of it.
+# - Flash attention and Liger recompute inside their kernels what nobody should keep; `modules:all` on top repeats no
+#   matrix product and no attention, only small kernels.
 # - The loss is a choice of its own: the fused one frees the logits, and pays in traffic for every chunk; larger
 #   chunks are nearly free.
-# - Kernels first, then the policy: together they are smaller and faster than either.
+# - Kernels first, then the policy: in the same bytes the step takes less time than with the policy alone, and still
+#   less than Hugging Face's `none`.
 #
 # ## Further reading
 #

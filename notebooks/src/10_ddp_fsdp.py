@@ -14,7 +14,7 @@
 # [5](05_selective_by_module.ipynb) (keeping chosen modules) and [8](08_pitfalls_rng_reentrant.ipynb) (reentrant or
 # not).
 #
-# **Time:** 30 minutes of reading. The cells run in about a minute on a two-core laptop or on GPUs.
+# **Time:** 30 minutes of reading. The cells run in one to two minutes on a two-core laptop or on GPUs.
 # **Memory:** 2 GB of RAM.
 
 # %% tags=["parameters"]
@@ -36,8 +36,10 @@ from IPython.display import Markdown, display
 
 import gctutor as gt
 from gctutor import plots
+from gctutor.devices import find_device
 from gctutor.distributed import WorkerError, estimate_fsdp, run_workers, trace_fsdp
 from gctutor.measurement import hardware_name
+from gctutor.planner import RESERVE_BYTES
 from gctutor.plots.canvas import head
 
 SMALL = {"model": MODEL, "seqlen": SEQLEN, "precision": "fp32"}
@@ -163,9 +165,10 @@ gt.check(trapped == {"reentrant, find unused"}, "only reentrant checkpointing wi
 gt.check("ready only once" in of_ddp["ends"]["reentrant, find unused"], "and it says so: ready only once")
 
 # %% [markdown]
-# Does `find_unused_parameters=True` make a step *slow* when activations are recomputed, as the article says? Its walk
-# looks at the graph of the forward, so the number of nodes in that graph is the work it does. Counted with and without
-# recompute, and next to it the time of a step, from the fastest to the slowest:
+# Does `find_unused_parameters=True` make a step *slow* when activations are recomputed, as the article says? It walks
+# the graph of the forward, so the number of nodes in that graph says how far it walks. It also all-reduces a map of the
+# parameters that were used, one entry a parameter. So neither should depend on recompute. Nodes counted with and
+# without recompute, and next to them the time of a step, from the fastest to the slowest:
 
 # %%
 rows = {}
@@ -182,8 +185,9 @@ gt.judge(
     "D01",
     holds=nodes["block"] > 1.1 * nodes["none"],
     because=(
-        f"find_unused_parameters walks {nodes['none']} graph nodes without recompute and {nodes['block']} with it, so "
-        f"what it costs does not grow with recompute; what it does break is reentrant checkpointing"
+        f"find_unused_parameters walks {nodes['none']} graph nodes without recompute and {nodes['block']} with it, and "
+        "all-reduces a map with one entry a parameter: neither grows with recompute. What it does break is reentrant "
+        "checkpointing (a variable is marked ready twice)"
     ),
     source="measured",
     device=hardware,
@@ -193,9 +197,10 @@ gt.judge(
 # ## FSDP2: every process holds a share of the model
 #
 # **FSDP2** cuts each weight into one piece a GPU. Before a group of weights is used, an **all-gather** brings the
-# pieces together; after use the whole weights are dropped; after backward a **reduce-scatter** leaves each GPU the
-# averaged gradient of its own piece. `fully_shard` makes one such group of each module it is called on. Call it on
-# every decoder layer first and on the model last: what is left (embedding, final norm, head) is the root's group.
+# pieces together; after use the whole weights are dropped; as soon as the group's backward is done, a
+# **reduce-scatter** leaves each GPU the averaged gradient of its own piece. `fully_shard` makes one such group of each
+# module it is called on. Call it on every decoder layer first and on the model last: what is left (embedding, final
+# norm, head) is the root's group.
 #
 # Each layer is gathered once in forward and again in backward, for its weights were dropped in between.
 # Checkpointing runs the layer a second time.
@@ -212,7 +217,11 @@ def fsdp(small, setups):
 
     import torch
     import torch.distributed as dist
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, checkpoint_wrapper
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+        CheckpointImpl,
+        CheckpointWrapper,
+        checkpoint_wrapper,
+    )
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.debug import CommDebugMode
 
@@ -229,18 +238,24 @@ def fsdp(small, setups):
     total.backward()
     expected = [parameter.grad for parameter in alone.parameters()]
 
+    def wrap(layers, reentrant):
+        kind = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
+        for i, layer in enumerate(layers):
+            layers[i] = checkpoint_wrapper(layer, checkpoint_impl=kind)
+
     found, first = {}, None
     for name, setup in setups.items():
         model = workloads.build(workload, device)
-        layers = model.model.layers
-        if setup.get("wrapper"):
-            for i, layer in enumerate(layers):
-                layers[i] = checkpoint_wrapper(layer)  # non-reentrant by default
+        layers, reentrant = model.model.layers, setup.get("reentrant", False)
+        if setup.get("wrapper") == "first":
+            wrap(layers, reentrant)
         if setup.get("switch"):
-            model.activation_checkpointing_enable()
+            model.activation_checkpointing_enable({"use_reentrant": reentrant})
         if not setup.get("root only"):
             for layer in layers:
                 fully_shard(layer, reshard_after_forward=not setup.get("keep weights"))
+        if setup.get("wrapper") == "last":
+            wrap(layers, reentrant)
         fully_shard(model)
 
         refusal = None
@@ -276,8 +291,11 @@ POLICIES = ["none", "block", "modules:all"]
 SETUPS = {
     **{policy: {"policy": policy} for policy in POLICIES},
     "switch": {"switch": True},
-    "wrapper": {"wrapper": True},
-    "wrapper + switch": {"wrapper": True, "switch": True},
+    "wrapper": {"wrapper": "first"},
+    "wrapper after sharding": {"wrapper": "last"},
+    "wrapper + switch": {"wrapper": "first", "switch": True},
+    "reentrant wrapper": {"wrapper": "first", "reentrant": True},
+    "reentrant wrapper + switch": {"wrapper": "first", "switch": True, "reentrant": True},
     "weights kept": {"keep weights": True},
     "root only": {"root only": True},
 }
@@ -315,10 +333,11 @@ for policy in POLICIES:
 # ## One mechanism, and in which order?
 #
 # There are two popular switches: Hugging Face's own, and PyTorch's `checkpoint_wrapper`, a module put round the layer.
-# Some scripts turn on both. Others forget `fully_shard` on the layers, or keep the gathered weights after forward
-# (`reshard_after_forward=False`).
+# Some scripts turn on both, or wrap the layers after they are sharded instead of before. Others forget `fully_shard` on
+# the layers, or keep the gathered weights after forward (`reshard_after_forward=False`).
 #
-# **Predict:** for each set-up below, do activations, recomputed work or all-gathers change?
+# **Predict:** for each set-up below, do activations, recomputed work or all-gathers change? ("Activation MB" is what is
+# alive when the forward has returned, gathered weights included.)
 
 # %%
 shown = {
@@ -336,43 +355,55 @@ display(Markdown(f"Measured on rank 0 of {WORLD}, {hardware_name(of_ddp['device'
 pd.DataFrame.from_dict(shown, orient="index").round(2)
 
 # %%
-base, switch, wrapper, both, kept, root_only = (of_fsdp[name] for name in shown)
+base, switch, wrapper, after, both, reentrant, twice, kept, root_only = (of_fsdp[name] for name in shown)
 saved_gathers = base["gathers"] - kept["gathers"]
+whole = root_only["bytes"][0] * WORLD
 display(
     Markdown(
         f"""
 - The wrapper and the switch are **equally good**, with {switch["bytes"][1] / 1e6:.1f} MB kept and {switch["gathers"]}
-  all-gathers.
-- **Both at once shows in no number** but the wrappers': early stop hides the second checkpoint. It only adds nesting,
-  so count wrappers, not operators. gctutor refuses to add a third: *{both["refusal"]}*
-- **Keeping the weights** after forward saves {saved_gathers} all-gathers, and their memory counts until backward:
-  {kept["bytes"][2] / 1e6:.0f} MB at the peak instead of {base["bytes"][2] / 1e6:.0f}.
-- **Forgetting the layers** (`root only`) gathers the whole model at once: {root_only["bytes"][2] / 1e6:.0f} MB at the
-  peak."""
+  all-gathers. So is the wrapper in the other **order**, put round layers that are sharded already. The documentation of
+  `TrainingArguments` says that the switch "introduces a redundant all-gather in the backward pass". Counted here, under
+  FSDP2 and transformers {transformers.__version__}, there is none.
+- **Both at once shows in no number** but the wrappers': early stop hides the second checkpoint. If they are reentrant,
+  it does show: {twice["recompute_flop"] / 1e9:.2f} GFLOP are run again instead of
+  {reentrant["recompute_flop"] / 1e9:.2f}. So count wrappers, not operators. gctutor refuses to add a third:
+  *{both["refusal"]}*
+- **Keeping the weights** after forward saves {saved_gathers} all-gathers, and they count until backward has used them:
+  {kept["bytes"][1] / 1e6:.0f} MB kept instead of {base["bytes"][1] / 1e6:.0f}. At the peak it is hardly more
+  ({kept["bytes"][2] / 1e6:.0f} MB instead of {base["bytes"][2] / 1e6:.0f}), for this model has only {layers} layers:
+  backward holds a layer's weights, the buffer they are gathered in, and the gradients of the layer after it anyway. In
+  a deep model the weights of all its layers would be there.
+- **Forgetting the layers** (`root only`) makes one group of the whole model. It keeps the same bytes as the line above,
+  but what a group needs for a moment is now needed for all {whole / 1e6:.0f} MB of weights at once: the buffer of the
+  all-gather, and in backward every unsharded gradient, until one reduce-scatter with buffers as large. The peak is
+  {root_only["bytes"][2] / 1e6:.0f} MB."""
     )
 )
 
 # %%
-alike = [(row["gathers"], row["bytes"][1], row["recompute_flop"]) for row in (switch, wrapper, both)]
-equal = alike[0] == alike[1] == alike[2]
-gt.check(equal, "switch, wrapper and both keep the same bytes, rerun the same FLOPs, gather as often")
+alike = [(row["gathers"], row["bytes"][1], row["recompute_flop"]) for row in (switch, wrapper, after, both)]
+equal = all(row == alike[0] for row in alike)
+again = twice["recompute_flop"] / reentrant["recompute_flop"]
+gt.check(equal, "switch, wrapper in either order, and both: the same bytes, FLOPs and all-gathers")
 gt.check(switch["recompute_flop"] > 0 == base["recompute_flop"], "and they do recompute")
 gt.check(
     both["wrappers"] == layers and "checkpoint" in both["refusal"],
     "the double one is found by its wrappers",
 )
-gt.check(
-    all(row["as_none"] for row in (switch, wrapper, both, kept, root_only)), "every set-up has the gradients of none"
-)
+gt.check(again > 1.5, "two reentrant ones replay more than one")
+gt.check(all(of_fsdp[name]["as_none"] for name in shown), "every set-up has the gradients of none")
+gt.check(root_only["bytes"][1] == kept["bytes"][1], "one group keeps the bytes of layers whose weights are kept")
 gt.check(root_only["bytes"][2] > 1.2 * base["bytes"][2], "without fully_shard on the layers the peak is far higher")
 gt.check(saved_gathers == layers, "keeping the weights after forward saves one all-gather a layer")
 gt.judge(
     "D02",
-    holds=equal,
-    when="read as any one non-reentrant mechanism; Hugging Face's switch serves as well as the wrapper",
+    holds=equal and again > 1.5,
+    when="read as any one non-reentrant mechanism: Hugging Face's switch serves as well as the wrapper",
     because=(
-        f"wrapper and switch keep {wrapper['bytes'][1] / 1e6:.2f} MB with {wrapper['gathers']} all-gathers each, "
-        "and both together change nothing that can be measured, which is why the mistake goes unnoticed"
+        f"under FSDP2 wrapper and switch keep {wrapper['bytes'][1] / 1e6:.2f} MB with {wrapper['gathers']} all-gathers "
+        "each. Both together change neither bytes, FLOPs nor all-gathers while they are non-reentrant, so the mistake "
+        f"goes unnoticed; reentrant ones replay {again:.1f} times as much together as the wrapper alone"
     ),
     source="measured",
     device=hardware,
@@ -396,17 +427,25 @@ for policy in POLICIES:
         gt.check_close(estimated, traced, rel=0.02, what=f"{policy}, {what} bytes, estimated against traced")
 
 # %% [markdown]
-# Now the full model. Sharding divides weights and gradients by N, but each GPU still has its own sequence, so
+# Now the full model, trained with AdamW in mixed precision: fp32 weights, gradients and optimizer states, all of them
+# sharded, and weights gathered as bf16. Sharding divides these by N, but each GPU still has its own sequence, so
 # activations do not shrink.
 #
 # **Predict:** the peak falls from the first to the second of these numbers of GPUs. How far does it fall again from
 # there to the last?
 
 # %%
-full = gt.Workload(FULL_MODEL, seqlen=FULL_SEQLEN)
+full = gt.Workload(FULL_MODEL, seqlen=FULL_SEQLEN, optimizer="adamw", precision="amp")
+card = find_device(DEVICE)
 peaks = {policy: {n: estimate_fsdp(full, policy, n, DEVICE) for n in GPUS} for policy in POLICIES}
 table = pd.DataFrame({p: {n: row.peak_bytes / 1e9 for n, row in rows.items()} for p, rows in peaks.items()}).round(1)
-table.index.name = f"GPUs (peak GB on each, estimated for {DEVICE})"
+table.index.name = f"GPUs (peak GB on each, estimated for {card.name})"
+display(
+    Markdown(
+        f"{full.label}. A card has {card.usable_bytes / 1e9:.1f} GB. What the allocator wastes and NCCL's buffers come "
+        f"on top of the peak; notebook 7's planner reserves {RESERVE_BYTES / 1e9:g} GB for them."
+    )
+)
 table
 
 # %%
@@ -417,6 +456,9 @@ with plots.notebook():
         values = [row.peak_bytes / 1e9 for row in rows.values()]
         ax.plot(GPUS, values, color=look.color, marker=look.marker, markerfacecolor="white")
         ax.annotate(policy, (GPUS[-1], values[-1]), xytext=(12, 0), textcoords="offset points", va="center")
+    limit = card.usable_bytes / 1e9
+    ax.axhline(limit, color="#222222", linestyle=(0, (2, 2)), zorder=1)
+    ax.annotate(f"memory of {card.name}", (GPUS[-1] * 2, limit), xytext=(-6, 6), textcoords="offset points", ha="right")
     ax.set_xscale("log", base=2)
     ax.set_xticks(GPUS, [str(n) for n in GPUS])
     ax.set_ylim(0)
@@ -427,22 +469,28 @@ with plots.notebook():
     gap = {n: (peaks["none"][n].peak_bytes - peaks["block"][n].peak_bytes) / 1e9 for n in (GPUS[0], GPUS[-1])}
     still = f"at {GPUS[-1]} GPUs checkpointing still saves {gap[GPUS[-1]]:.0f} GB on each"
     finding = f"Sharding leaves activations whole: {still}"
-    head(ax, finding, f"{full.label}, FSDP2, estimated for {peaks['none'][GPUS[0]].device}")
+    head(ax, finding, f"{full.label}, FSDP2, estimated for {card.name}")
     _ = plots.save_figure(fig, "10_memory_per_gpu", alt=finding)
     plt.show()
 
 # %%
 end = peaks["block"][GPUS[-1]]
 first_fall = peaks["none"][GPUS[0]].peak_bytes - peaks["none"][GPUS[1]].peak_bytes
+second_fall = saved["none"] - first_fall
+static = peaks["none"][GPUS[0]].static_bytes  # weights and optimizer states, before they are divided
+left = static / GPUS[1] - static / GPUS[-1]
 display(
     Markdown(
         f"*{finding}.* From {GPUS[0]} to {GPUS[1]} GPUs the peak under `none` falls by {first_fall / 1e9:.0f} GB, from "
-        f"there to {GPUS[-1]} by {(saved['none'] - first_fall) / 1e9:.0f}. "
+        f"there to {GPUS[-1]} by {second_fall / 1e9:.0f}: of the {static / 1e9:.0f} GB of weights and states, sharding "
+        f"had only 1/{GPUS[1]} − 1/{GPUS[-1]} left to take, {left / 1e9:.1f} GB. With `block` on {GPUS[0]} GPU the "
+        "peak is at the end of backward, when every gradient is there, so recompute hardly lowers it. "
         f"Of the {end.peak_bytes / 1e9:.1f} GB that `block` needs at the end, "
         f"{end.breakdown['gathered'] / 1e9:.1f} GB are the root's gathered weights (embedding and head), which FSDP2 "
         f"keeps from forward to backward (estimated for {end.device})."
     )
 )
+gt.check_close(second_fall, left, rel=0.05, what="the second fall against what was left to shard")
 for policy, rows in peaks.items():
     falling = [row.peak_bytes for row in rows.values()]
     gt.check(falling == sorted(falling, reverse=True), f"{policy}: more GPUs never need more memory each")
@@ -470,7 +518,7 @@ for policy, rows in peaks.items():
 # ```
 #
 # With Accelerate, switch checkpointing on in **one** place: either `fsdp_activation_checkpointing` or the trainer's
-# `gradient_checkpointing`, never both.
+# `gradient_checkpointing`. Both are at best one too many, and if reentrant they replay each layer more than once.
 #
 # ### Exercise 1: thirty-six layers (5 minutes)
 #
@@ -495,26 +543,27 @@ check_exercise_1(answer)
 # %% [markdown]
 # ### Exercise 2: how many cards? (5 minutes)
 #
-# The model is to be trained in full with AdamW in mixed precision: fp32 weights and states, gathered as bf16. What is
-# the smallest number of GPUs of `GPUS` on which `block` fits, on cards of the size `DEVICE` has? ("Fits" is the traced
-# peak, without the reserve that notebook 7's planner leaves.)
+# The same training is to get sequences twice as long. What is the smallest number of GPUs of `GPUS` on which it fits
+# without recompute (`none`), and what with `block`, on cards of the size `DEVICE` has? Give both as a tuple. ("Fits" is
+# the estimate's `.ok`: the traced peak, without a reserve.)
 
 # %% tags=["exercise"]
-fewest = None
-print("still to do: set fewest to one of", GPUS)
+fewest = None  # (none, block)
+print("still to do: set fewest to a tuple of two of", GPUS)
 
 
 def check_exercise_2(fewest):
-    gt.check(fewest in GPUS, "it is one of GPUS")
-    trained = full.replace(optimizer="adamw", precision="amp")
-    smaller = GPUS[: GPUS.index(fewest)]
-    gt.check(estimate_fsdp(trained, "block", fewest, DEVICE).ok, f"it fits on {fewest}")
-    gt.check(not any(estimate_fsdp(trained, "block", n, DEVICE).ok for n in smaller), "and on no smaller number")
+    gt.check(fewest is not None and set(fewest) <= set(GPUS), "both are of GPUS")
+    longer = full.replace(seqlen=2 * FULL_SEQLEN)
+    for policy, number in zip(("none", "block"), fewest, strict=True):
+        smaller = GPUS[: GPUS.index(number)]
+        gt.check(estimate_fsdp(longer, policy, number, DEVICE).ok, f"{policy} fits on {number}")
+        gt.check(not any(estimate_fsdp(longer, policy, n, DEVICE).ok for n in smaller), "and on no smaller number")
 
 
 # %% tags=["solution", "hide-input"] jupyter={"source_hidden": true}
-trained = full.replace(optimizer="adamw", precision="amp")
-fewest = next(n for n in GPUS if estimate_fsdp(trained, "block", n, DEVICE).ok)
+longer = full.replace(seqlen=2 * FULL_SEQLEN)
+fewest = tuple(next(n for n in GPUS if estimate_fsdp(longer, policy, n, DEVICE).ok) for policy in ("none", "block"))
 check_exercise_2(fewest)
 
 # %% [markdown]
