@@ -92,9 +92,11 @@ OUTPUTS = "e => e.map(output => output.textContent)"
 
 def run_all(page, address: str, name: str) -> None:
     """Open a lesson in a page of the browser, run all its cells, and wait for the last."""
+    # On a busy machine JupyterLab may ask which kernel to take before it knows that there is one only.
+    page.add_locator_handler(page.locator(".jp-Dialog"), lambda asked: asked.locator("button.jp-mod-accept").click())
     page.goto(f"{address}/lab/tree/{name}.ipynb?reset", wait_until="domcontentloaded")
     page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=2 * MINUTE_MS)
-    for _ in range(3):  # on a busy machine the first click may come before the notebook listens
+    for _ in range(3):  # nor may it listen to the first click yet
         page.get_by_role("menuitem", name="Run", exact=True).click()
         page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         with contextlib.suppress(playwright.TimeoutError):
@@ -113,7 +115,10 @@ def test_a_lesson_runs_in_jupyterlab_without_an_error(browser, lab, name):
     errors = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     try:
-        run_all(page, lab, name)
+        try:
+            run_all(page, lab, name)
+        except playwright.TimeoutError as error:
+            pytest.fail(f"{error.message.splitlines()[0]}; dialogs: {page.locator('.jp-Dialog').all_inner_texts()}")
         assert page.eval_on_selector_all(f"{ERROR}, {STDERR}", OUTPUTS) == []
         assert page.locator(".jp-Notebook .jp-OutputArea-output img").count() > 0
         assert errors == []
