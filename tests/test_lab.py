@@ -96,10 +96,10 @@ def run_all(page, address: str, name: str) -> None:
     page.add_locator_handler(page.locator(".jp-Dialog"), lambda asked: asked.locator("button.jp-mod-accept").click())
     page.goto(f"{address}/lab/tree/{name}.ipynb?reset", wait_until="domcontentloaded")
     page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=2 * MINUTE_MS)
-    for _ in range(3):  # nor may it listen to the first click yet
-        page.get_by_role("menuitem", name="Run", exact=True).click()
-        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+    for _ in range(6):  # and a question closes the menu
         with contextlib.suppress(playwright.TimeoutError):
+            page.get_by_role("menuitem", name="Run", exact=True).click(timeout=MINUTE_MS // 6)
+            page.get_by_role("menuitem", name="Run All Cells", exact=True).click(timeout=MINUTE_MS // 6)
             page.wait_for_function(STARTED, timeout=MINUTE_MS // 2)
             break
     page.wait_for_function(f"{FINISHED} || document.querySelector('{ERROR}')", timeout=8 * MINUTE_MS)
