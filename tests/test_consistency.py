@@ -1,5 +1,6 @@
 """One number, one value: the key figures that lessons, scorecard and README print are those of the package now."""
 
+import html
 import json
 import re
 
@@ -77,3 +78,10 @@ def test_every_verdict_on_the_articles_table_has_the_packages_figures(claim):
     for verdict in verdicts:
         assert verdict["value"]["memory_bytes"] == cost.activation_bytes
         assert verdict["value"]["step_s"] == pytest.approx(cost.step_s, rel=1e-6)
+
+
+def test_the_readmes_figure_is_the_one_that_lesson_5_drew():
+    """Its title is the caption, figures included, that the executed lesson prints under the same picture."""
+    svg = (lessons(["05"])[0].notebook.parent / "figures" / "pareto.svg").read_text(encoding="utf-8")
+    (title,) = re.findall(r"<dc:title>([^<]+)</dc:title>", svg)
+    assert f"*{html.unescape(title)}*" in printed("05")
